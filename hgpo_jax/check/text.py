@@ -46,13 +46,11 @@ class _Checked:
 
     def _answer(self, call: str, method: Callable, argument, wanted: str) -> EnvOutput:
         began = time.perf_counter()
-        try:
-            with deadline(call):
+        with deadline(call):
+            try:
                 result = method(argument)
-        except Hangs:
-            raise
-        except (Exception, SystemExit) as error:
-            raise _Fault(one_line(f"{call}: fails with {type(error).__name__}: {error!s:.300}; let it take this")) from None
+            except (Exception, SystemExit) as error:
+                raise _Fault(one_line(f"{call}: fails with {type(error).__name__}: {error!s:.300}; let it take this")) from None
         self.seconds += time.perf_counter() - began
         for fault in member_faults(self._env, BegunTextEnv):
             raise _Fault(fault)
@@ -81,9 +79,8 @@ def check(
     for number, task in enumerate(tasks):
         random = np.random.default_rng([seed, number])
         first = number % GROUP == 0 and number // GROUP < REPLAYED
-        player = _Checked(make()) if first else used
         try:
-            episodes[number] = _play(player, task, functools.partial(_random_command, random))
+            episodes[number] = _play(_Checked(make()) if first else used, task, functools.partial(_random_command, random))
             _check_episode(faults, *episodes[number], env.max_turns)
             if first:
                 _check_replays(faults, make, used, task, *episodes[number])
@@ -91,7 +88,7 @@ def check(
             faults.setdefault(str(fault).partition("(")[0], str(fault))
             if isinstance(fault, Hangs):  # other episodes would hang, too, for as long
                 break
-            used = _Checked(make()) if player is used else used
+            used = _Checked(make())
     if not episodes:
         return Report(list(faults.values()))
     inputs = [each for episode in episodes.values() for each in prompt_inputs(*episode, history_length)]
@@ -120,21 +117,17 @@ def _random_command(random: np.random.Generator, commands: list[str]) -> str:
 
 def _check_episode(faults: dict[str, str], outputs: list[EnvOutput], actions: list[str], max_turns: int) -> None:
     if not outputs[-1].done:
-        faults.setdefault(
-            "end", f"step(action): an episode goes on after max_turns={max_turns} actions; count them, and return done"
-        )
+        told = f"step(action): an episode goes on after max_turns={max_turns} actions; count them, and return done"
+        faults.setdefault("end", told)
     for before, action, after in zip(outputs, actions, outputs[1:], strict=False):
         if before.commands and not after.admissible:
             told = "info calls this inadmissible, but the commands before it list it; let both agree"
             faults.setdefault("inadmissible", f"step({action!r:.80}): {told}")
     for command in (command for output in outputs for command in output.commands):
-        read, _ = find_action(f"<action>{command}</action>", len(command))
-        if "\n" in command:
-            faults.setdefault(
-                "unread", f"commands: {command!r:.80} has a line break, and prompts list one a line; leave it out"
-            )
-        elif read != command:
-            told = "is read from no answer: blanks at its ends and tags get lost; leave them out"
+        told = "has a line break, and prompts list one a line; leave it out" if "\n" in command else ""
+        if find_action(f"<action>{command}</action>", len(command))[0] != command:
+            told = told or "is read from no answer: blanks at its ends and tags get lost; leave them out"
+        if told:
             faults.setdefault("unread", f"commands: {command!r:.80} {told}")
 
 
