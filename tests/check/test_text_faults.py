@@ -64,14 +64,13 @@ class Disturbed(Guess):
         return answer
 
 
-def hidden(self, name, member):
-    if name == member:
-        raise AttributeError(name)
-    return object.__getattribute__(self, name)
-
-
 def answering(change):
+    """A `step` whose answer is changed by `change(observation, commands, reward, done, info)`."""
     return lambda self, action: change(*Guess.step(self, action))
+
+
+def informing(**told):
+    return answering(lambda *answer: (*answer[:4], answer[4] | told))
 
 
 def told(**members):
@@ -83,12 +82,11 @@ def listing(*more):
     return told(commands=lambda self: [*Guess.commands(self), *more])
 
 
+ABSENT = property(lambda self: self.absent)
 TEXTS = {
-    "Told lacks max_turns: actions after which an episode ends": told(
-        __getattribute__=lambda self, name: hidden(self, name, "max_turns")
-    ),
+    "Told lacks max_turns: actions after which an episode ends": told(max_turns=ABSENT),
     "Told: max_turns is 'ten'; give a whole number above 0": told(max_turns="ten"),
-    "Told after reset(task) lacks goal: the task as text": told(__getattribute__=lambda self, name: hidden(self, name, "goal")),
+    "Told after reset(task) lacks goal: the task as text": told(goal=ABSENT),
     "step('guess .* info lacks won: whether the task is solved": told(
         step=answering(lambda o, c, r, d, info: (o, c, r, d, {"admissible": True}))
     ),
@@ -100,12 +98,8 @@ TEXTS = {
     "Told: roles is 'ab'; give different words": told(roles="ab", role=0),
     "Told after reset(task) lacks role: whose turn": told(roles=("a", "b")),
     "reset( .* role is 2, there are 2": told(roles=("a", "b"), role=2),
-    "step('guess .* info calls this inadmissible, but the commands before it list it": told(
-        step=answering(lambda o, c, r, d, info: (o, c, r, d, info | {"admissible": False}))
-    ),
-    "step('no such command'): info calls it admissible, and the commands do not list it": told(
-        step=answering(lambda o, c, r, d, info: (o, c, r, d, info | {"admissible": True}))
-    ),
+    "step('guess .* info calls this inadmissible, but the commands before it list it": told(step=informing(admissible=False)),
+    "step('no such command'): info calls it admissible, and the commands do not list it": told(step=informing(admissible=True)),
     "step(action): an episode goes on after max_turns=3 actions": told(
         step=answering(lambda o, c, r, d, info: (o, c, r, False, info))
     ),
@@ -121,7 +115,7 @@ TEXTS = {
     "commands: 'say </action>' is read from no answer": listing("say </action>"),
     "commands: 'say\\nso' has a line break": listing("say\nso"),
     "rollout.prompt_limit: .* prompts are longer, and lose history": told(step=answering(lambda o, *rest: (o * 30_000, *rest))),
-}  # fmt: skip
+}
 
 
 def assert_found(faults, line):
@@ -321,10 +315,10 @@ def test_it_is_said_in_one_line(line):
     assert said.startswith(begin) and all(part in said for part in rest) and "\n" not in said
 
 
-@pytest.mark.parametrize(("make", "key"), [
-    (Walk, ""), (walk(lambda self, fallen, limit: (10.0 * fallen, {"won": fallen})), ""),
-    (Clock, f"{__file__}:place"),
-])  # fmt: skip
+FALLING = walk(lambda self, fallen, limit: (10.0 * fallen, {"won": fallen}))
+
+
+@pytest.mark.parametrize(("make", "key"), [(Walk, ""), (FALLING, ""), (Clock, f"{__file__}:place")])
 def test_nothing_is_said_of_what_is_as_it_should_be(make, key):
     assert list(warnings(play_of(make, key))) == []
 
