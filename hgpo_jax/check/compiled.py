@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from hgpo_jax.rollout.requirements import member_faults, roles_of
 from hgpo_jax.utils.errors import one_line
 
 Player = Callable[[Any, Any, jax.Array, jax.Array], jax.Array]  # (env, state, recent i32[K, A], key) -> action i32[A]
-RANDOM = "; draw everything random from the key, with jax.random"
+ANY = "any words"  # the player of an environment that provides none
 
 
 def shape_faults(env, expert, task, history_length: int) -> list[str]:
@@ -113,7 +114,7 @@ def players(env, expert) -> dict[str, Player]:
         chosen["expert_action"] = expert.expert_action
     if isinstance(env, ListsActions):
         chosen["admissible"] = admissible
-    return chosen or {"any words": lambda env, state, recent, key: jax.random.randint(key, recent[0].shape, 1, len(env.words))}
+    return chosen or {ANY: lambda env, state, recent, key: jax.random.randint(key, recent[0].shape, 1, len(env.words))}
 
 
 def make_play(env, acting: Sequence[Player], history_length: int):
@@ -192,38 +193,34 @@ def check(env, expert, tasks, key, history_length: int) -> Report:
     plays = {}
     for index, name in enumerate(acting):
         record, again = ({field: array[index] for field, array in each.items()} for each in (first, second))
-        if not changed and (difference := _difference(record, again, name)):
-            found.setdefault("differs", difference + RANDOM)
-        _check_values(found, env, record, prompt_length(env, history_length))
-        if name != "any words":
-            _check_player(found, env, record, name)
+        for kind, line in itertools.chain(
+            () if changed else _difference(record, again, name),
+            _value_faults(env, record, prompt_length(env, history_length)),
+            () if name == ANY else _player_faults(env, record, name),
+        ):
+            found.setdefault(kind, line)
         plays[name] = _as_play(record, isinstance(env, TimeLimited))
     return Report(list(found.values()), plays, speed)
 
 
-def _difference(first: dict, second: dict, player: str) -> str:
-    """Describes the first difference between two plays of equal keys; empty if there is none."""
+def _difference(first: dict, second: dict, player: str) -> Iterator[tuple[str, str]]:
+    """Yields the first difference between two plays of equal keys, if there is one."""
+    answers = ("reward", "done", "invalid", "won", "seen")
     parts = {
         "reset(key): episodes of equal keys differ": ("goal", "task", "observation"),
         f"{player}: does something else in the same state with the same key": ("action",),
-        "step(state, action): answers the same action in the same state differently": (
-            "reward",
-            "done",
-            "invalid",
-            "won",
-            "seen",
-        ),
+        "step(state, action): answers the same action in the same state differently": answers,
     }
     for t in range(first["mask"].shape[1]):
         for told, names in parts.items():
             if not all(np.array_equal(first[name][:, t], second[name][:, t], equal_nan=True) for name in names):
-                return told
-    return ""
+                yield "differs", f"{told}; draw everything random from the key, with jax.random"
+                return
 
 
-def _check_values(found: dict[str, str], env, record: dict, slots: int) -> None:
-    """Adds what no rollout should meet."""
-    mask, reward, prompts = record["mask"], record["reward"], record["prompt"]
+def _value_faults(env, record: dict, slots: int) -> Iterator[tuple[str, str]]:
+    """Yields what no rollout should meet."""
+    mask, reward, longest = record["mask"], record["reward"], record["prompt"][record["mask"]].max()
     for told, indices, (what, names) in (
         ("goal(state): the goal has the id", record["goal"], ("words", env.words)),
         ("step(state, action): an observation has the id", record["seen"], ("words", env.words)),
@@ -233,40 +230,37 @@ def _check_values(found: dict[str, str], env, record: dict, slots: int) -> None:
     ):
         wrong = indices[(indices < 0) | (indices >= len(names))]
         if wrong.size:
-            found.setdefault(told, f"{told} {wrong[0]}; make it the index of one of the {len(names)} {what}")
+            yield told, f"{told} {wrong[0]}; make it the index of one of the {len(names)} {what}"
     broken = ~np.isfinite(reward)
     if (broken & mask).any():
-        told = f"step(state, action): a reward is {reward[broken & mask][0]}; make it a finite number"
-        found.setdefault("reward", told)
+        yield "reward", f"step(state, action): a reward is {reward[broken & mask][0]}; make it a finite number"
     elif (broken & ~mask).any():
-        found.setdefault("reward", f"step(state, action): after the end a reward is {reward[broken][0]}; keep it finite")
+        yield "reward", f"step(state, action): after the end a reward is {reward[broken][0]}; keep it finite"
     if mask[:, -1].any():
         told = f"an episode goes on after max_turns={env.max_turns} actions; count them, and return done"
-        found.setdefault("end", f"step(state, action): {told}")
-    if (longest := prompts[mask].max()) > slots:
-        found.setdefault("prompt", f"prompt(...): is {longest} tokens long; prompt_slots(history_length) says at most {slots}")
+        yield "end", f"step(state, action): {told}"
+    if longest > slots:
+        yield "prompt", f"prompt(...): is {longest} tokens long; prompt_slots(history_length) says at most {slots}"
     try:
         text = env.decode(record["observation"][0, 0])
     except Exception as error:  # any error of the environment
         told = f"decode(ids): fails with {type(error).__name__}: {error!s:.200}; give text for any words"
-        found.setdefault("decode", one_line(told))
+        yield "decode", one_line(told)
     else:
         if not isinstance(text, str):
-            found.setdefault("decode", f"decode(ids): returns a {type(text).__name__}; return text")
+            yield "decode", f"decode(ids): returns a {type(text).__name__}; return text"
 
 
-def _check_player(found: dict[str, str], env, record: dict, player: str) -> None:
-    """Adds what is wrong with the actions of a player whom the environment or its expert provides."""
+def _player_faults(env, record: dict, player: str) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with the actions of a player whom the environment or its expert provides."""
     mask, actions = record["mask"], record["action"]
     refused = record["invalid"] & mask
     if refused.any():
         action = " ".join(env.words[i] for i in actions[refused][0] if 0 < i < len(env.words))
-        share = f"{refused.sum() / mask.sum():.1%} of its actions"
-        found[f"{player} invalid"] = (
-            f"{player}: gives {action!r}, which step(state, action) calls invalid ({share}); let both agree"
-        )
+        told = f"calls invalid ({refused.sum() / mask.sum():.1%} of its actions); let both agree"
+        yield f"{player} invalid", f"{player}: gives {action!r}, which step(state, action) {told}"
     if ((actions[..., :-1] == 0) & (actions[..., 1:] != 0))[mask].any():
-        found[f"{player} gap"] = f"{player}: gives an action with an empty word before others; fill its slots from the first on"
+        yield f"{player} gap", f"{player}: gives an action with an empty word before others; fill its slots from the first on"
 
 
 def _as_play(record: dict, says_truncated: bool) -> Play:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -81,9 +82,9 @@ def check(
         first = number % GROUP == 0 and number // GROUP < REPLAYED
         try:
             episodes[number] = _play(_Checked(make()) if first else used, task, functools.partial(_random_command, random))
-            _check_episode(faults, *episodes[number], env.max_turns)
-            if first:
-                _check_replays(faults, make, used, task, *episodes[number])
+            replayed = _replay_faults(make, used, task, *episodes[number]) if first else ()
+            for kind, line in itertools.chain(_episode_faults(*episodes[number], env.max_turns), replayed):
+                faults.setdefault(kind, line)
         except (_Fault, Hangs) as fault:
             faults.setdefault(str(fault).partition("(")[0], str(fault))
             if isinstance(fault, Hangs):  # other episodes would hang, too, for as long
@@ -115,30 +116,29 @@ def _random_command(random: np.random.Generator, commands: list[str]) -> str:
     return str(random.choice(commands)) if commands else ""
 
 
-def _check_episode(faults: dict[str, str], outputs: list[EnvOutput], actions: list[str], max_turns: int) -> None:
+def _episode_faults(outputs: list[EnvOutput], actions: list[str], max_turns: int) -> Iterator[tuple[str, str]]:
+    """Yields the kind and the line of each fault."""
     if not outputs[-1].done:
-        told = f"step(action): an episode goes on after max_turns={max_turns} actions; count them, and return done"
-        faults.setdefault("end", told)
+        yield "end", f"step(action): an episode goes on after max_turns={max_turns} actions; count them, and return done"
     for before, action, after in zip(outputs, actions, outputs[1:], strict=False):
         if before.commands and not after.admissible:
             told = "info calls this inadmissible, but the commands before it list it; let both agree"
-            faults.setdefault("inadmissible", f"step({action!r:.80}): {told}")
+            yield "inadmissible", f"step({action!r:.80}): {told}"
     for command in (command for output in outputs for command in output.commands):
-        told = "has a line break, and prompts list one a line; leave it out" if "\n" in command else ""
+        if "\n" in command:
+            yield "unread", f"commands: {command!r:.80} has a line break, and prompts list one a line; leave it out"
         if find_action(f"<action>{command}</action>", len(command))[0] != command:
-            told = told or "is read from no answer: blanks at its ends and tags get lost; leave them out"
-        if told:
-            faults.setdefault("unread", f"commands: {command!r:.80} {told}")
+            told = "is read from no answer: blanks at its ends and tags get lost; leave them out"
+            yield "unread", f"commands: {command!r:.80} {told}"
 
 
-def _check_replays(faults: dict[str, str], make: Callable, used: _Checked, task: int, outputs, actions) -> None:
+def _replay_faults(make: Callable, used: _Checked, task: int, outputs, actions) -> Iterator[tuple[str, str]]:
     for told, again in _replays(make, used, task, actions):
         if seen := _difference(outputs, again):
-            faults.setdefault(told, told.format(task=task, seen=seen))
+            yield told, told.format(task=task, seen=seen)
             return
     if outputs[0].commands and used.step(NONSENSE).admissible:
-        told = f"step({NONSENSE!r}): info calls it admissible, and the commands do not list it; say False"
-        faults.setdefault("admissible", told)
+        yield "admissible", f"step({NONSENSE!r}): info calls it admissible, and the commands do not list it; say False"
 
 
 def _replays(make: Callable, used: _Checked, task: int, actions: list[str]) -> Iterator[tuple[str, list[EnvOutput]]]:
@@ -147,10 +147,8 @@ def _replays(make: Callable, used: _Checked, task: int, actions: list[str]) -> I
     used: an environment that has played other episodes before. It is left in the task's beginning.
     """
     again, _ = _play(_Checked(make()), task, _script(actions))
-    yield (
-        "reset(task), step(action): a second play of task {task} differs ({seen}); draw everything random from the task",
-        again,
-    )
+    told = "reset(task), step(action): a second play of task {task} differs ({seen}); draw everything random from the task"
+    yield told, again
     _play(used, task, _script(actions[::-1]))  # to leave some state behind
     after, _ = _play(used, task, _script(actions))
     yield "reset(task): something of earlier episodes is left in task {task} ({seen}); set everything anew", after
