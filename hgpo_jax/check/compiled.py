@@ -29,15 +29,15 @@ def shape_faults(env, expert, task, history_length: int) -> list[str]:
     O, A, G, K = env.observation_length, env.action_length, env.goal_length, history_length
     faults: list[str] = []
     call = functools.partial(_result, faults)
-    started, start = ("reset(key)", env.reset) if _drawn(task) else ("start(game)", env.start)
-    begun = call(started, start, task, state=None, observation=f"i32[{O}]")
-    if begun is None:
+    beginning, start = ("reset(key)", env.reset) if _drawn(task) else ("start(game)", env.start)
+    first = call(beginning, start, task, state=None, observation=f"i32[{O}]")
+    if first is None:
         return faults
-    state, observation = begun
+    state, observation = first
     if not hasattr(state, "task"):
-        return [*faults, f"{started}: its state has no field task; add it: the index of the episode's task type, i32[]"]
+        return [*faults, f"{beginning}: its state has no field task; add it: the index of the episode's task type, i32[]"]
     if _kind(state.task) != "i32[]":
-        faults.append(f"{started}: state.task is {_kind(state.task)}; make it i32[]")
+        faults.append(f"{beginning}: state.task is {_kind(state.task)}; make it i32[]")
     ids = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
     key = jax.eval_shape(lambda: jax.random.key(0))
     values = {"state": None, "observation": f"i32[{O}]", "reward": "f32[]", "done": "bool[]", "invalid": "bool[]"}
@@ -60,8 +60,8 @@ def shape_faults(env, expert, task, history_length: int) -> list[str]:
         call("random_action(state, key)", functools.partial(expert.random_action, env), state, key, action=action)
         player = functools.partial(expert.expert_action, env)
         call("expert_action(state, recent, key)", player, state, ids(max(K, 1), A), key, action=action)
-    if isinstance(env, ListsActions) and (listed := call("admissible(state)", env.admissible, state, rows=None, words=None)):
-        count = len(listed[1]) if listed[1].ndim else 0
+    if isinstance(env, ListsActions) and (table := call("admissible(state)", env.admissible, state, rows=None, words=None)):
+        count = len(table[1]) if table[1].ndim else 0
         call("admissible(state)", env.admissible, state, rows=f"bool[{count}]", words=f"i32[{count}, {A}]")
     return faults
 
@@ -108,13 +108,13 @@ def players(env, expert) -> dict[str, Player]:
         legal, words = env.admissible(state)
         return words[jax.random.categorical(key, jnp.where(legal, 0.0, -jnp.inf))]
 
-    chosen: dict[str, Player] = {}
+    acting: dict[str, Player] = {}
     if expert is not None:
-        chosen["random_action"] = lambda env, state, recent, key: expert.random_action(env, state, key)
-        chosen["expert_action"] = expert.expert_action
+        acting["random_action"] = lambda env, state, recent, key: expert.random_action(env, state, key)
+        acting["expert_action"] = expert.expert_action
     if isinstance(env, ListsActions):
-        chosen["admissible"] = admissible
-    return chosen or {ANY: lambda env, state, recent, key: jax.random.randint(key, recent[0].shape, 1, len(env.words))}
+        acting["admissible"] = admissible
+    return acting or {ANY: lambda env, state, recent, key: jax.random.randint(key, recent[0].shape, 1, len(env.words))}
 
 
 def make_play(env, acting: Sequence[Player], history_length: int):
@@ -167,8 +167,8 @@ def make_play(env, acting: Sequence[Player], history_length: int):
 
 def check(env, expert, tasks, key, history_length: int) -> Report:
     """Plays an episode of each task, [B], with every player."""
-    if faults := list(member_faults(env, CompiledEnv)) or shape_faults(env, expert, tasks[0], history_length):
-        return Report(faults)
+    if unplayable := list(member_faults(env, CompiledEnv)) or shape_faults(env, expert, tasks[0], history_length):
+        return Report(unplayable)
     tables = env.tables if isinstance(env, ListsGames) and not _drawn(tasks) else None
     acting = players(env, expert)
     inputs = tables, tasks, jax.random.split(key, (len(acting), len(tasks)))
@@ -185,11 +185,11 @@ def check(env, expert, tasks, key, history_length: int) -> Report:
         speed = first["mask"].size / (time.perf_counter() - began)
     except Exception as error:  # any error of the environment
         return Report([one_line(f"reset, step: cannot be played: {type(error).__name__}: {error!s:.300}")])
-    found: dict[str, str] = {}  # faults by kind
+    faults: dict[str, str] = {}  # by kind
     # An attribute that is only added, such as a cached property, is allowed.
     changed = [name for name, value in getattr(env, "__dict__", {}).items() if attributes.get(name, value) is not value]
     if changed:
-        found["leak"] = f"{changed[0]}: changes in play, and leaks from one episode into others; keep it in the state"
+        faults["leak"] = f"{changed[0]}: changes in play, and leaks from one episode into others; keep it in the state"
     plays = {}
     for index, name in enumerate(acting):
         record, again = ({field: array[index] for field, array in each.items()} for each in (first, second))
@@ -198,9 +198,9 @@ def check(env, expert, tasks, key, history_length: int) -> Report:
             _value_faults(env, record, prompt_length(env, history_length)),
             () if name == ANY else _player_faults(env, record, name),
         ):
-            found.setdefault(kind, line)
+            faults.setdefault(kind, line)
         plays[name] = _as_play(record, isinstance(env, TimeLimited))
-    return Report(list(found.values()), plays, speed)
+    return Report(list(faults.values()), plays, speed)
 
 
 def _difference(first: dict, second: dict, player: str) -> Iterator[tuple[str, str]]:

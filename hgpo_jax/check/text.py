@@ -82,8 +82,8 @@ def check(
         first = number % GROUP == 0 and number // GROUP < REPLAYED
         try:
             episodes[number] = _play(_Checked(make()) if first else used, task, functools.partial(_random_command, random))
-            replayed = _replay_faults(make, used, task, *episodes[number]) if first else ()
-            for kind, line in itertools.chain(_episode_faults(*episodes[number], env.max_turns), replayed):
+            in_replay = _replay_faults(make, used, task, *episodes[number]) if first else ()
+            for kind, line in itertools.chain(_episode_faults(*episodes[number], env.max_turns), in_replay):
                 faults.setdefault(kind, line)
         except (_Fault, Hangs) as fault:
             faults.setdefault(str(fault).partition("(")[0], str(fault))
