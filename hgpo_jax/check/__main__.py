@@ -29,63 +29,59 @@ from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, backend, expert_of, is_compiled, made_outside
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, one_line
 
 
 def check(config: Config, episodes: int) -> tuple[list[str], str]:
     """Returns the faults of the configured environment, and a description of its episodes and oddities. Raises ConfigError."""
-    name = config.env.name
-    if name in ENVIRONMENTS:
-        found = ENVIRONMENTS[name]
-        if found.agent:
-            raise ConfigError(f"env.name={name}: is a command that plays by itself; there is nothing to check, run the command")
+    name, K = config.env.name, config.rollout.history_length
+    about = ENVIRONMENTS.get(name)
+    if about is None:
+        make, env = made_outside(config.env)
+        about, in_words = Environment(expert=expert_of(env)), is_compiled(env)
+    elif about.agent:
+        raise ConfigError(f"env.name={name}: is a command that plays by itself; there is nothing to check, run the command")
+    else:
         in_words = backend(config) == "compiled"
-        build = found.compiled if in_words else found.text
+        build = about.compiled if in_words else about.text
         assert build is not None  # the configuration is checked
         make = functools.partial(build, config) if in_words else build(config)[0]
         env = make()
-    else:
-        make, env = made_outside(config.env)
-        found, in_words = Environment(expert=expert_of(env)), is_compiled(env)
     groups = -(-episodes // GROUP)
     indices = jnp.arange(groups * GROUP) // GROUP
     if in_words:
-        games = found.games(config)["train"] if found.games else None
+        games = about.games(config)["train"] if about.games else None
         tasks = task_keys("train", config.seed, indices)
         if games is not None:
             tasks = jnp.asarray(games[task_numbers("train", config.seed, indices, len(games))])
-        key, unit = jax.random.key(config.seed), "words"
-        faults, plays, speed = compiled.check(env, found.expert, tasks, key, config.rollout.history_length)
+        report, unit = compiled.check(env, about.expert, tasks, jax.random.key(config.seed), K), "words"
     else:
         count = len(env) if hasattr(env, "__len__") else None
         if count == 0:
             return ["__len__: is 0; let there be tasks, or leave it out where tasks are generated"], ""
-        measure, unit = prompt_measure(config, found)
+        measure, unit = prompt_measure(config, about)
         numbers = task_numbers("train", config.seed, indices, count)
-        settings = config.seed, config.rollout.history_length, measure, config.env.state_key
-        faults, play, speed = text.check(make, env, numbers, *settings)
-        plays = {} if play is None else {"random commands": play}
-    if not plays:
-        return faults, ""
+        report = text.check(make, env, numbers, config.seed, K, measure, config.env.state_key)
+    if not report.plays:
+        return report.faults, ""
     kind = "compiled" if in_words else "text"
-    heading = f"{name}: {kind}; {speed:,.0f} steps/s; {groups} tasks, {GROUP} episodes each"
-    odd = dict.fromkeys(f"warning: {line}" for play in plays.values() for line in warnings(play))
-    return faults, "\n".join([heading, table(plays, config.rollout.history_length, unit), *odd])
+    heading = f"{name}: {kind}; {report.speed:,.0f} steps/s; {groups} tasks, {GROUP} episodes each"
+    odd = dict.fromkeys(f"warning: {line}" for play in report.plays.values() for line in warnings(play))
+    return report.faults, "\n".join([heading, table(report.plays, K, unit), *odd])
 
 
-def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, str]:
+def prompt_measure(config: Config, about: Environment) -> tuple[text.Measure, str]:
     """Returns a function that measures prompts, and the unit: tokens if a tokenizer is configured. Raises ConfigError."""
-    limit, template = config.rollout.prompt_limit, config.env.template or found.template
+    rollout, template = config.rollout, config.env.template or about.template
     source = config.policy.tokenizer or config.policy.source
     try:
         if source:
-            rollout = config.rollout
             frame = ChatFrame(load_tokenizer(source, config.cache_dir), thinking=rollout.thinking)
-            form = ChatFormat(frame, template, limit)
+            form = ChatFormat(frame, template, rollout.prompt_limit)
         else:
             messages = load_template(template)
     except (ValueError, OSError) as error:
-        raise ConfigError(f"env.name={config.env.name}: {' '.join(str(error).split())}") from None
+        raise ConfigError(one_line(f"env.name={config.env.name}: {error}")) from None
 
     def tokens(inputs):
         prompts = form.build(inputs)
@@ -93,7 +89,7 @@ def prompt_measure(config: Config, found: Environment) -> tuple[text.Measure, st
 
     def characters(inputs):
         lengths = [len(messages.render(each)) for each in inputs]
-        return lengths, sum(length > limit * MAX_CHARACTERS_PER_TOKEN for length in lengths)
+        return lengths, sum(length > rollout.prompt_limit * MAX_CHARACTERS_PER_TOKEN for length in lengths)
 
     return (tokens, "tokens") if source else (characters, "characters")
 

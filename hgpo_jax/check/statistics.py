@@ -11,14 +11,16 @@ from hgpo_jax import advantages
 from hgpo_jax.analysis.diagnostics import peer_share
 
 GROUP = 8  # episodes of a task
+FEW = 0.02  # of the steps after the first, with a peer
+KEY = "give env.state_key=FILE.py:NAME, a function of the observation that leaves them out, or advantage.similarity"
 
 
 @dataclasses.dataclass(frozen=True)
 class Play:
     """B episodes of at most T turns by one player, as in Episodes.
 
-    mask bool[B, T], states i32[B, T], invalid bool[B, T], prompts i32[B, T] (their lengths), success bool[B], groups i32[B].
-    rewards f32[B], in total; judged bool[B].
+    mask bool[B, T], states i32[B, T], invalid bool[B, T], prompts i32[B, T] (their lengths), groups i32[B].
+    success f32[B]: nan where it is unknown. rewards f32[B]: in total.
     says_truncated: whether the environment itself reports which ends are due to a time limit.
     counts: whether a number in the observations, if these are texts, rises or falls with every step.
     """
@@ -30,26 +32,36 @@ class Play:
     success: np.ndarray
     groups: np.ndarray
     rewards: np.ndarray
-    judged: np.ndarray
     says_truncated: bool
     counts: bool = False
 
+    def level_sizes(self, history_length: int) -> np.ndarray:
+        """Returns the number of steps with the same task and the same last k + 1 observations, i32[B, T, K + 1], k = 0..K."""
+        rewards = np.zeros(self.mask.shape, np.float32)
+        steps = {"rewards": rewards, "mask": self.mask, "states": self.states, "groups": self.groups}
+        return np.asarray(advantages.estimate("hgpo", **steps, history_length=history_length).level_sizes)
 
-FEW = 0.02  # of the steps after the first, with a peer
-KEY = "give env.state_key=FILE.py:NAME, a function of the observation that leaves them out, or advantage.similarity"
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a check finds: faults, each in a line; the play by player, none if nothing could be played; steps per second."""
+
+    faults: list[str]
+    plays: dict[str, Play] = dataclasses.field(default_factory=dict)
+    speed: float = 0.0
 
 
 def warnings(play: Play) -> Iterator[str]:
     """Yields oddities of episodes that may be intended."""
-    won, known, total, length = play.success, play.judged, play.rewards, play.mask.sum(1)
-    lost, limit = known & ~won, play.mask.shape[1]
-    if not known.any():
+    won, lost, total, length = play.success == 1, play.success == 0, play.rewards, play.mask.sum(1)
+    judged, limit = won.sum() + lost.sum(), play.mask.shape[1]
+    if not judged:
         yield "success: is unknown in all episodes; where the environment can tell, say it as won"
     elif won.any() and total[won].max() <= 0:
         yield f"success: episodes that are won have rewards of at most {total[won].max():g} in total; see that both agree"
     elif not won.any() and total.max() > 0:
         yield (
-            f"success: none of {known.sum()} episodes is won, and rewards are up to {total.max():g} in total; if so much is a "
+            f"success: none of {judged} episodes is won, and rewards are up to {total.max():g} in total; if so much is a "
             "success, say it as won"
         )
     ends_early = won.any() and lost.any() and length[won].max() < limit and (length[lost] == limit).all()
@@ -63,7 +75,8 @@ def warnings(play: Play) -> Iterator[str]:
             "truncated: episodes are won where max_turns are used up, which a critic takes for the end of the task; where they "
             "would go on, say truncated"
         )
-    share = later_peers(play)
+    later = play.mask & (np.arange(limit) > 0)
+    share = (play.level_sizes(0)[later, 0] > 1).mean() if later.any() else 1.0
     if play.counts:
         yield (
             "observation: a number in it changes with every step, as a step counter or a clock does, and states are equal at "
@@ -76,45 +89,21 @@ def warnings(play: Play) -> Iterator[str]:
         )
 
 
-def later_peers(play: Play) -> float:
-    """Returns the share of steps after the first with another step of the same task and state; 1 if there are none."""
-    later = play.mask.copy()
-    later[:, 0] = False
-    sizes = advantages.estimate(
-        "hgpo",
-        rewards=np.zeros(play.mask.shape, np.float32),
-        mask=play.mask,
-        states=play.states,
-        groups=play.groups,
-        history_length=0,
-    ).level_sizes
-    return float((np.asarray(sizes)[later, 0] > 1).mean()) if later.any() else 1.0
-
-
 def table(plays: dict[str, Play], history_length: int, unit: str) -> str:
     """Formats a line for each player. unit: of the prompts' lengths. Shares of steps with a peer are those of levels 0 to K."""
-    header = ("player", "success", "invalid", "turns: least, median, most", f"prompt: median, longest ({unit})")
-    levels = "".join(f"{f'level {level}':>9s}" for level in range(history_length + 1))
-    lines = [f"{header[0]:16s}{header[1]:>8s}{header[2]:>9s}{header[3]:>28s}{header[4]:>38s}   peers:{levels}"]
+    rows = []
     for name, play in plays.items():
         turns, prompts = play.mask.sum(1), play.prompts[play.mask]
-        lengths = f"{turns.min()}, {np.median(turns):g}, {turns.max()}"
-        shown = f"{np.median(prompts):.0f}, {prompts.max()}"
-        shares = "".join(f"{share:>9.1%}" for share in peers(play, history_length))
-        success = f"{play.success[play.judged].mean():.1%}" if play.judged.any() else "unknown"
-        lines.append(f"{name:16s}{success:>8s}{play.invalid[play.mask].mean():>9.1%}{lengths:>28s}{shown:>38s}{'':10s}{shares}")
-    return "\n".join(lines)
-
-
-def peers(play: Play, history_length: int) -> np.ndarray:
-    """Returns the share of steps with another of the same task and the same last k + 1 observations, f64[K + 1], k = 0..K."""
-    estimate = advantages.estimate(
-        "hgpo",
-        rewards=np.zeros(play.mask.shape, np.float32),
-        mask=play.mask,
-        states=play.states,
-        groups=play.groups,
-        history_length=history_length,
-    )
-    assert estimate.level_sizes is not None  # HGPO's has levels
-    return peer_share(estimate.level_sizes, play.mask)
+        judged = play.success[~np.isnan(play.success)]
+        row = {
+            "player": name,
+            "success": f"{judged.mean():.1%}" if len(judged) else "unknown",
+            "invalid": f"{play.invalid[play.mask].mean():.1%}",
+            "turns: least, median, most": f"{turns.min()}, {np.median(turns):g}, {turns.max()}",
+            f"prompt: median, longest ({unit})": f"{np.median(prompts):.0f}, {prompts.max()}",
+        }
+        shares = peer_share(play.level_sizes(history_length), play.mask)
+        rows.append(row | {f"peers: level {level}": f"{share:.1%}" for level, share in enumerate(shares)})
+    widths = {column: max(len(row[column]) for row in rows) for column in rows[0]}
+    lines = [{column: column for column in widths}, *rows]
+    return "\n".join("  ".join(row[column].rjust(max(len(column), width)) for column, width in widths.items()) for row in lines)

@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.advantages import state_ids
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.envs.protocol import TimeLimited
+from hgpo_jax.envs.protocol import Playable, TimeLimited
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.rollout.compiled_prompts import History, make_prompt, prompt_widths, role_of
 from hgpo_jax.rollout.episodes import Episodes, action_ids
-from hgpo_jax.rollout.requirements import ROLLOUT, check_compiled, roles_of
+from hgpo_jax.rollout.requirements import check_compiled, roles_of
 from hgpo_jax.sampling.generate import Responses, generate, turn_keys
 
 
@@ -96,7 +96,7 @@ def make_rollout(
     Raises:
       ValueError: the environment lacks something (`requirements.py`).
     """
-    check_compiled(env, ROLLOUT)
+    check_compiled(env, Playable)
     program = functools.partial(
         Program,
         graphdefs=graphdefs,

@@ -34,7 +34,7 @@ from hgpo_jax.envs.protocol import Expert, Playable, members
 from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
-from hgpo_jax.rollout.requirements import ONE_ROLE, RUNNER, check_compiled, check_text, roles_of
+from hgpo_jax.rollout.requirements import ONE_ROLE, check_compiled, check_text, roles_of
 from hgpo_jax.utils.errors import ConfigError
 
 Makers = tuple[Callable[[], Any], Callable[[], Any]]  # makers of a text environment for training, and of one for the evaluation
@@ -352,7 +352,7 @@ def _from_outside(label: str, name: str, options: str, time_limit: float) -> Env
     make, env = _make(label, name, options)
     compiled = is_compiled(env)
     try:
-        check_compiled(env, RUNNER) if compiled else check_text(env, time_limit)
+        check_compiled(env) if compiled else check_text(env, time_limit)
     except ValueError as error:
         raise ConfigError(f"env.name={label}: {error}") from None
     code = [name, *user_code.code_in(json.loads(options)).values()]

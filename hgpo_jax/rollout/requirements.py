@@ -1,21 +1,24 @@
 """The members that an environment must have, so that an incomplete one is rejected before anything is compiled or played.
 
 A missing member would otherwise be noticed only where it is first read: in the middle of a trace or, in a text environment,
-as the failure of every single episode.
+as the failure of every single episode. A fault is one line that names the class and the member.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import numbers
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from hgpo_jax.envs.protocol import (
     INFO,
     BegunTextEnv,
     CompiledEnv,
+    Expert,
     OwnPrompts,
     Plans,
     Playable,
@@ -26,84 +29,102 @@ from hgpo_jax.envs.protocol import (
 )
 from hgpo_jax.utils.errors import one_line
 
-ROLLOUT = members(Playable)  # members that a compiled environment needs to be played
-RUNNER = members(CompiledEnv)  # and to be read
-OWN = members(OwnPrompts)  # those of an environment with a `prompt` of its own
-TEAM = members(Team)  # and of one with several roles
-PLANS = members(Plans)  # and of one whose answers have parts
+# Of each protocol: member -> the optional protocol whose other members it calls for.
+COMPILED_PARTS = {"prompt": OwnPrompts, "roles": Team, "answer_parts": Plans, "expert_action": Expert}
+OPTIONAL: dict[Any, dict[str, Any]] = {
+    Playable: COMPILED_PARTS,
+    CompiledEnv: COMPILED_PARTS,
+    TextEnv: {},
+    BegunTextEnv: {"roles": TextTeam},
+}
 NUMBERS = ("goal_length", "observation_length", "action_length", "max_turns")
-STATE = {"task": "the index of the episode's task type"}
-TEXT = members(TextEnv)
-TEXT_RESET = members(BegunTextEnv, beyond=TextEnv)
-TEXT_TEAM = members(TextTeam)
 LIMIT = 60.0  # seconds
 ONE_ROLE = ("agent",)  # for an environment that declares none
 
 
 def roles_of(env) -> tuple[str, ...]:
-    """Returns the names of an environment's roles. Raises ValueError unless they are distinct words: they name metrics."""
-    roles = getattr(env, "roles", ONE_ROLE)
+    """Returns the names of an environment's roles."""
+    return tuple(getattr(env, "roles", ONE_ROLE))
+
+
+def member_faults(env, protocol: type) -> Iterator[str]:
+    """Yields what is wrong with the members that an environment has or lacks, by one of the protocols in OPTIONAL."""
+    name = type(env).__name__
+    where = f"{name} after reset(task)" if protocol is BegunTextEnv else name
+    for needed in (protocol, *(part for member, part in OPTIONAL[protocol].items() if hasattr(env, member))):
+        yield from (f"{where} lacks {m}: {meaning}" for m, meaning in members(needed).items() if not hasattr(env, m))
+    for member in filter(functools.partial(hasattr, env), NUMBERS):
+        value = getattr(env, member)
+        if not isinstance(value, numbers.Integral) or value < 1:
+            yield f"{name}: {member} is {value!r:.100}; give a whole number above 0"
+    for member in ("words", "task_types"):
+        value = getattr(env, member, ("",))
+        if isinstance(value, str) or not isinstance(value, Sequence) or not value or not all(isinstance(w, str) for w in value):
+            yield f"{name}: {member} is {value!r:.100}; give a tuple of texts"
+        elif len(set(value)) < len(value):
+            yield f"{name}: {member} has {next(w for w in value if value.count(w) > 1)!r} twice; name each once"
+        elif member == "words" and value[0]:
+            yield f"{name}: words begins with {value[0]!r}; put the empty word '' first, since id 0 is an empty slot"
+    roles = getattr(env, "roles", ONE_ROLE)  # they name metrics
     named = isinstance(roles, tuple | list) and all(isinstance(role, str) and role.isidentifier() for role in roles)
     if not named or not roles or len(set(roles)) < len(roles):
-        raise ValueError(f'{type(env).__name__}: roles is {roles!r:.100}; give different words, as in ("searcher", "carrier")')
-    return tuple(roles)
+        yield f'{name}: roles is {roles!r:.100}; give different words, as in ("searcher", "carrier")'
+    if hasattr(env, "answer_parts"):
+        parts, length = env.answer_parts, getattr(env, "action_length", 0)
+        counted = isinstance(parts, tuple | list) and len(parts) == 3 and all(isinstance(n, int) and n > 0 for n in parts)
+        if not counted or sum(parts) != length:
+            yield f"{name}: answer_parts is {parts!r:.100}; give three numbers, {length} together"
 
 
-def check_compiled(env, members: dict[str, str]) -> None:
-    """Raises ValueError, naming class and member, if a compiled environment lacks one of the members or its state one, if a
-    numeric member is not a number, or if reset fails."""
+def missing_info(info: dict) -> list[str]:
+    """Lists what the info of a text environment's step lacks."""
+    return [f"{key}: {meaning}" for key, meaning in INFO.items() if key not in info]
+
+
+def check_compiled(env, protocol: type = CompiledEnv) -> None:
+    """Raises ValueError for the first fault of a compiled environment, and if `reset` or `role` cannot be traced."""
     import jax  # text environments are checked in worker processes, which do not need it
 
-    name = type(env).__name__
-    for member, more in (("prompt", OWN), ("roles", TEAM), ("answer_parts", PLANS)):
-        members = members | (more if hasattr(env, member) else {})
-    _check(name, env, members)
-    for number in filter(members.__contains__, NUMBERS):
-        _check_number(name, env, number)
-    roles_of(env)
-    try:
-        state, _ = jax.eval_shape(lambda: env.reset(jax.random.key(0)))  # this opens no device
-    except Exception as error:  # any error of the environment
-        raise ValueError(one_line(f"{name}: reset(key) fails with {type(error).__name__}: {error!s:.300}")) from None
-    _check(f"{name}: the state of reset(key)", state, STATE)
-    if hasattr(env, "answer_parts"):
-        parts = env.answer_parts
-        counted = isinstance(parts, tuple | list) and len(parts) == 3 and all(isinstance(n, int) and n > 0 for n in parts)
-        if not counted or sum(parts) != env.action_length:
-            raise ValueError(f"{name}: answer_parts is {parts!r:.100}; give three numbers, {env.action_length} together")
-    if hasattr(env, "roles"):
+    def begin(key):
+        state, _ = env.reset(key)
+        return state
+
+    def traced(call, function, argument):  # this opens no device
         try:
-            shape = jax.eval_shape(env.role, state).shape
+            return jax.eval_shape(function, argument)
         except Exception as error:  # any error of the environment
-            raise ValueError(one_line(f"{name}: role(state) fails with {type(error).__name__}: {error}")) from None
-        if shape:
-            raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
+            raise ValueError(one_line(f"{name}: {call} fails with {type(error).__name__}: {error!s:.300}")) from None
+
+    name = type(env).__name__
+    _refuse(member_faults(env, protocol))
+    state = traced("reset(key)", begin, jax.eval_shape(lambda: jax.random.key(0)))
+    if not hasattr(state, "task"):
+        raise ValueError(f"{name}: the state of reset(key) lacks task: the index of the episode's task type")
+    if hasattr(env, "roles") and (shape := traced("role(state)", env.role, state).shape):
+        raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
 
 
 def check_text(env, time_limit: float | None = None) -> None:
-    """Raises ValueError, naming class and member, if a text environment lacks something or hangs. Takes a step in task 0.
+    """Raises ValueError for the first fault of a text environment, and if it hangs. Takes a step in task 0.
 
     time_limit: as in `deadline`.
     """
     name = type(env).__name__
-    _check(name, env, TEXT)
-    _check_number(name, env, "max_turns")
-    roles_of(env)
+    _refuse(member_faults(env, TextEnv))
     with deadline(f"{name}: reset(0)", time_limit):
         try:
             _, commands = env.reset(0)
         except Exception:  # as during play: the error costs only the episodes with this task
             return
-    _check(f"{name} after reset(task)", env, TEXT_RESET | (TEXT_TEAM if hasattr(env, "roles") else {}))
+    _refuse(member_faults(env, BegunTextEnv))
     action = commands[0] if commands else ""
     with deadline(f"{name}: step({action!r:.80}) in task 0", time_limit):
         try:
             *_, info = env.step(action)
-            missing = [f"{key}: {meaning}" for key, meaning in INFO.items() if key not in info]
+            missing = missing_info(info)
         except Exception:
             return
-    if missing:
-        raise ValueError(f"{name}: the info of step(action) lacks {missing[0]}")
+    _refuse(f"{name}: the info of step(action) lacks {each}" for each in missing)
 
 
 class Hangs(ValueError):
@@ -141,13 +162,6 @@ def deadline(call: str, time_limit: float | None = None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _check_number(name: str, env, member: str) -> None:
-    value = getattr(env, member)
-    if not isinstance(value, numbers.Integral) or value < 1:
-        raise ValueError(f"{name}: {member} is {value!r:.100}; give a whole number above 0")
-
-
-def _check(name: str, thing, members: dict[str, str]) -> None:
-    for member, meaning in members.items():
-        if not hasattr(thing, member):
-            raise ValueError(f"{name} lacks {member}: {meaning}")
+def _refuse(faults: Iterable[str]) -> None:
+    for fault in faults:
+        raise ValueError(fault)

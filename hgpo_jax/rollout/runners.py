@@ -25,7 +25,7 @@ from hgpo_jax.rollout.env_tokenizer import template_of
 from hgpo_jax.rollout.environments import Environment, backend
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
-from hgpo_jax.rollout.requirements import RUNNER, check_compiled, roles_of
+from hgpo_jax.rollout.requirements import check_compiled, roles_of
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.sampling.generate import Decoding
@@ -79,7 +79,7 @@ class CompiledRunner:
         games: dict | None = None,
     ):
         try:
-            check_compiled(env, RUNNER)
+            check_compiled(env)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self.env, self.task_types, self.roles, self._games = env, env.task_types, roles_of(env), games

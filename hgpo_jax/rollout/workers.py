@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hgpo_jax.rollout.requirements import check_text, roles_of
+from hgpo_jax.rollout.requirements import check_text, missing_info, roles_of
 from hgpo_jax.utils.errors import one_line
 
 Request = tuple[int, int, tuple[str, ...]]  # number of the episode in its batch, task, actions so far
@@ -134,6 +134,8 @@ def read_output(env, result, length: int) -> EnvOutput:
         return output._replace(role=_read_role(env))
     reward, done, info = rest
     _expect("info", info, dict)
+    for missing in missing_info(info):
+        raise ValueError(f"info lacks {missing}")
     won = info["won"]
     score = info.get("score", won if won is None else float(won))
     for name, number in (("reward", reward), *([] if score is None else [("score", score)])):

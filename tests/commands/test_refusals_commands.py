@@ -51,10 +51,9 @@ def fill():
     Path("garbage/model.safetensors").write_bytes(b"\xff" * 100)
     for name, content in {
         "file": b"", "broken.yaml": b"learner: {lr: 1", "list.yaml": b"- 1", "bytes.yaml": b"\xff\xfe\x00",
-        "deep.yaml": b"[" * 3000,
-        "tag.yaml": b"seed: !!python/object/apply:os.system [ls]", "digits.yaml": b"seed: " + b"9" * 5000,
+        "tag.yaml": b"seed: !!python/object/apply:os.system [ls]",
         "date.yaml": b"name: 2024-99-99", "nul.yaml": b'run_dir: "a\\0b"', "two.yaml": b"---\na: 1\n---\nb: 2\n",
-        "break.yaml": b'"a\\nb": 1', "hex.yaml": b"seed: 0x" + b"F" * 6000, "number.yaml": b"1: 2",
+        "break.yaml": b'"a\\nb": 1', "number.yaml": b"1: 2",
     }.items():  # fmt: skip
         Path(name).write_bytes(content)
     Path("empty").mkdir()
@@ -90,9 +89,9 @@ def refused(monkeypatch, capsys, command: str, *arguments: str) -> str:
 CONFIG = [
     ("none", "none: no such file"), ("", "--config : no such file"), (LONG, "too long"), (NUL, "no such file"),
     ("empty", "no such file"), ("broken.yaml", "not a YAML file"), ("list.yaml", "expected fields"),
-    ("bytes.yaml", "not a YAML file"), ("deep.yaml", "nested deeper than 50"), ("tag.yaml", "python/object"),
-    ("digits.yaml", "4300 digits"), ("date.yaml", "month"), ("nul.yaml", "control character"), ("two.yaml", "single document"),
-    ("break.yaml", "no such field"), ("hex.yaml", "thousands of digits"), ("number.yaml", "1: no such field"),
+    ("bytes.yaml", "not a YAML file"), ("tag.yaml", "python/object"),
+    ("date.yaml", "month"), ("nul.yaml", "control character"), ("two.yaml", "single document"),
+    ("break.yaml", "no such field"), ("number.yaml", "1: no such field"),
 ]  # fmt: skip
 
 

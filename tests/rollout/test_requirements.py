@@ -13,11 +13,11 @@ from flax import struct
 from odd_env import Counting
 
 from hgpo_jax import config as configuration
-from hgpo_jax.envs.protocol import INFO
+from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, Playable, TextEnv, members
 from hgpo_jax.rollout import requirements
 from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.environments import environment
-from hgpo_jax.rollout.requirements import ROLLOUT, RUNNER, TEXT, TEXT_RESET, check_compiled, check_text
+from hgpo_jax.rollout.requirements import check_compiled, check_text
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.workers import LocalWorkers
 from hgpo_jax.utils.errors import ConfigError
@@ -51,16 +51,16 @@ class Room:
 
 
 def test_complete_ones_pass():
-    check_compiled(Room(), RUNNER)
+    check_compiled(Room())
     check_text(Counting())
 
 
 def test_a_compiled_environment():
-    for member in RUNNER:
+    for member in members(CompiledEnv):
         env = lacking(Room, member)()
         with pytest.raises(ConfigError, match=f"^Mine lacks {member}: [^\n]+$"):
             CompiledRunner(configuration.load(), env, None, None, None)
-        if member in ROLLOUT:
+        if member in members(Playable):
             with pytest.raises(ValueError, match=f"^Mine lacks {member}: "):
                 make_rollout(env, None, None, history_length=0, decode_batch_size=1, end=0, act=0)
 
@@ -81,8 +81,8 @@ def test_what_a_compiled_environment_says(members, message):
 
 
 def test_a_text_environment():
-    for member in (*TEXT, *TEXT_RESET):
-        after = r" after reset\(task\)" if member in TEXT_RESET else ""
+    for member in members(BegunTextEnv):
+        after = "" if member in members(TextEnv) else r" after reset\(task\)"
         with pytest.raises(ValueError, match=f"^Mine{after} lacks {member}: [^\n]+$"):
             LocalWorkers(lacking(Counting, member))
     with pytest.raises(ValueError, match=r"^Mine: max_turns is 0; give a whole number above 0$"):

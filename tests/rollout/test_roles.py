@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from odd_env import Counting
 
+from hgpo_jax.envs.protocol import Playable
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
@@ -199,7 +200,7 @@ def mine(base, **members):
 def test_roles_are_different_words(roles):
     message = r"^Mine: roles is [^\n]*; give different words, as in \(\"searcher\", \"carrier\"\)$"
     with pytest.raises(ValueError, match=message):
-        check_compiled(mine(Relay, roles=roles)(), {})
+        check_compiled(mine(Relay, roles=roles)(), Playable)
     with pytest.raises(ValueError, match=message):
         check_text(mine(Pair, roles=roles)())
     assert roles_of(Ring()) == roles_of(Counting()) == ("agent",)
@@ -215,7 +216,7 @@ def test_roles_are_different_words(roles):
 )
 def test_a_team_says_whose_turn_it_is(members, message):
     with pytest.raises(ValueError, match=f"^{message}"):
-        check_compiled(mine(Ring, roles=("a", "b"), **members)(), {})
+        check_compiled(mine(Ring, roles=("a", "b"), **members)(), Playable)
     with pytest.raises(ValueError, match=r"^Mine after reset\(task\) lacks role: whose turn"):
         check_text(mine(Counting, roles=("a", "b"))())
 
@@ -224,10 +225,10 @@ def test_parts_of_an_answer_make_up_its_words():
     given = {"action_length": 4, "switches": lambda self, answer: answer[0] == 1}
     for parts in ((1, 1), (1, 1, 1), (1, 0, 3), 4, (2, 1, 1.0)):
         with pytest.raises(ValueError, match=r"^Mine: answer_parts is [^\n]*; give three numbers, 4 together$"):
-            check_compiled(mine(Ring, answer_parts=parts, **given)(), {})
-    check_compiled(mine(Ring, answer_parts=(1, 1, 2), **given)(), {})
+            check_compiled(mine(Ring, answer_parts=parts, **given)(), Playable)
+    check_compiled(mine(Ring, answer_parts=(1, 1, 2), **given)(), Playable)
     with pytest.raises(ValueError, match=r"^Mine lacks switches: "):
-        check_compiled(mine(Ring, answer_parts=(1, 1, 2), action_length=4)(), {})
+        check_compiled(mine(Ring, answer_parts=(1, 1, 2), action_length=4)(), Playable)
 
 
 def answer_of(actions=(), **members):
