@@ -35,7 +35,7 @@ from hgpo_jax.evaluation.files import OWN
 from hgpo_jax.evaluation.held_out import play_both
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.tokenizer import generation_of
-from hgpo_jax.sampling.chat import Chat
+from hgpo_jax.sampling.conversation import Chat
 from hgpo_jax.sampling.generate import published_decoding
 from hgpo_jax.setup.job import build, prepare_devices
 from hgpo_jax.trainer import main

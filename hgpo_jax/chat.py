@@ -20,7 +20,7 @@ from hgpo_jax.config import cli
 from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import generation_of
-from hgpo_jax.sampling.chat import Chat
+from hgpo_jax.sampling.conversation import Chat
 from hgpo_jax.sampling.generate import published_decoding
 from hgpo_jax.utils.errors import ConfigError, printable
 from hgpo_jax.utils.files import CACHE_DIR

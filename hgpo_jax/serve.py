@@ -39,10 +39,10 @@ CONNECTIONS = 1024  # maximum at a time; further requests are answered 503
 def main() -> None:
     args = _parser().parse_args()
     try:
-        from hgpo_jax.serving.api import Api
         from hgpo_jax.serving.recording import Recording
-        from hgpo_jax.serving.server import is_loopback, listen
         from hgpo_jax.serving.sessions import OpenSessions
+        from hgpo_jax.serving.uvicorn_server import is_loopback, listen
+        from hgpo_jax.serving.web_app import Api
     except ImportError as error:
         raise ConfigError(f"serve: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
     key = os.environ.get(KEY, "")
@@ -99,7 +99,7 @@ def _serve(name: str, api: Any, engine: Engine, listening: socket.socket) -> Non
     """Compiles what requests need, and answers them until a signal comes or the engine fails."""
     import uvicorn
 
-    from hgpo_jax.serving.server import settings
+    from hgpo_jax.serving.uvicorn_server import settings
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig, frame) -> None:

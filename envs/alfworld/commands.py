@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.envs.alfworld import bits
+from hgpo_jax.envs.alfworld.game_file import CAN
 from hgpo_jax.envs.alfworld.phrases import VERBS
-from hgpo_jax.envs.alfworld.sheets import CAN
 from hgpo_jax.envs.alfworld.tables import Games
 
 _ALONE = ("go to", "slice", "take", "use")  # verbs whose commands do not share words of bits

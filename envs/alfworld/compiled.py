@@ -26,13 +26,13 @@ from flax import struct
 
 from hgpo_jax.envs.alfworld import bits
 from hgpo_jax.envs.alfworld.commands import Layout, admissible
+from hgpo_jax.envs.alfworld.compiled_observations import Deed, tell
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.game import WON_REWARD
-from hgpo_jax.envs.alfworld.habits import kinds_of, search_order
+from hgpo_jax.envs.alfworld.game_file import CAN, MARKS, PLACE_CAN
 from hgpo_jax.envs.alfworld.phrases import ID, LINKS, VERBS, command, join
-from hgpo_jax.envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
 from hgpo_jax.envs.alfworld.tables import Games, Tables
-from hgpo_jax.envs.alfworld.telling import Deed, tell
+from hgpo_jax.envs.alfworld.usual_places import kinds_of, search_order
 
 NOTHING = -1  # value for empty hands
 
@@ -98,7 +98,7 @@ class CompiledAlfworld:
 
     @property
     def search_order(self) -> jax.Array:
-        """`habits.search_order` of these games. It may be replaced by that of other games with the same words."""
+        """`usual_places.search_order` of these games. It may be replaced by that of other games with the same words."""
         return self._on_device("search_order")
 
     @search_order.setter

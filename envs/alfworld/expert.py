@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.envs.alfworld import bits
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld, State
-from hgpo_jax.envs.alfworld.sheets import MARKS, PLACE_CAN
+from hgpo_jax.envs.alfworld.game_file import MARKS, PLACE_CAN
 
 TREATMENTS = {"isclean": "clean", "ishot": "heat", "iscool": "cool"}  # each is both a verb and an ability of a place
 

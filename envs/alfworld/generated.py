@@ -20,15 +20,15 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
-from hgpo_jax.envs.alfworld import habits, phrases, tables
+from hgpo_jax.envs.alfworld import phrases, tables, usual_places
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.expert import expert_action
-from hgpo_jax.envs.alfworld.sheets import CAN, MARKS, PLACE_CAN
+from hgpo_jax.envs.alfworld.game_file import CAN, MARKS, PLACE_CAN
 from hgpo_jax.envs.alfworld.tables import Games, Tables, compile_games
 
 # The modules that a new game depends on, besides the game files and the code that reads them.
-CODE = ("bits", "commands", "compiled", "expert", "generated", "habits", "telling")
+CODE = ("bits", "commands", "compiled", "expert", "generated", "usual_places", "compiled_observations")
 BATCH = 1024  # games played at once
 TURNS = 50  # limit for the expert to win
 # By task type: the sentences of the official games; and the treatment of the thing, rows of MARKS, CAN and PLACE_CAN.
@@ -103,7 +103,7 @@ def generate_games(
 
 def tasks_of(tables: Tables) -> list[Task]:
     """Returns the task of each game."""
-    names, kind = habits.kinds_of(tables.words)
+    names, kind = usual_places.kinds_of(tables.words)
     games, words = tables.games, tables.words
     tasks = []
     for g in range(len(games.task)):
@@ -163,7 +163,7 @@ def _won(env: CompiledAlfworld) -> np.ndarray:
 
 def _possible_tasks(tables: Tables, refused: set[Task]) -> dict[str, dict[int, list[Task]]]:
     """Lists the possible tasks by task type and number of the game that provides the room."""
-    names, kind = habits.kinds_of(tables.words)
+    names, kind = usual_places.kinds_of(tables.words)
     words, games = tables.words, tables.games
     lamps = {names[k] for k in kind[games.thing_word[_flags(games.lamp, games.thing_word.shape[1])]]}
     possible: dict[str, dict[int, list[Task]]] = {}
@@ -202,8 +202,8 @@ class _Draw:
 
     def __init__(self, words: Sequence[str], source: Games, tasks: dict[str, dict[int, list[Task]]], rng: np.random.Generator):
         self.words, self.source, self.tasks, self.rng = words, source, tasks, rng
-        self.names, self.kind = habits.kinds_of(words)
-        self.chances = habits.chances(words, source)
+        self.names, self.kind = usual_places.kinds_of(words)
+        self.chances = usual_places.chances(words, source)
         self.split = lru_cache(maxsize=None)(phrases.Splitter(words))
         self.rooms = (source.intro == phrases.ID[phrases.TASK]).argmax(1) + 1  # words of an introduction before the task
         self.goal_length = max(source.goal.shape[1], GOAL_LENGTH)

@@ -21,7 +21,7 @@ from flax import struct
 from tqdm import tqdm
 
 from hgpo_jax.envs.alfworld import phrases
-from hgpo_jax.envs.alfworld.sheets import sheet
+from hgpo_jax.envs.alfworld.game_file import sheet
 
 # The modules that read a game: a change in them invalidates cached arrays.
 CODE = (
@@ -35,7 +35,7 @@ CODE = (
     "planner",
     "query",
     "rules",
-    "sheets",
+    "game_file",
     "tables",
 )
 NOWHERE = -1

@@ -80,7 +80,7 @@ class AlfworldText:
 
     def expert(self, history_length: int) -> str:
         """Returns the command of the local expert (`expert.py`); it remembers as many actions as a prompt shows."""
-        from hgpo_jax.envs.alfworld.following import following  # processes that only step need no jax
+        from hgpo_jax.envs.alfworld.host_expert import following  # processes that only step need no jax
 
         games = following(tuple(self._games), self._logic, self.max_turns, self._cache)
         done, state = self._followed or (0, games.start(self._task))

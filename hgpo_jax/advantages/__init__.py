@@ -22,7 +22,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.advantages import checks
 from hgpo_jax.advantages.dr_mas import dr_mas
-from hgpo_jax.advantages.dynamic_sampling import informative
 from hgpo_jax.advantages.eb_gae import eb_gae
 from hgpo_jax.advantages.eb_td import eb_td
 from hgpo_jax.advantages.ecpo import ecpo
@@ -35,6 +34,7 @@ from hgpo_jax.advantages.grpo import grpo
 from hgpo_jax.advantages.hgpo import hgpo
 from hgpo_jax.advantages.himac import himac
 from hgpo_jax.advantages.hiper import hiper
+from hgpo_jax.advantages.informative import informative
 from hgpo_jax.advantages.pgpo import pgpo
 from hgpo_jax.advantages.record import Batch, Estimate
 from hgpo_jax.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline

@@ -68,9 +68,9 @@ def run(args: argparse.Namespace) -> list[dict]:
     try:
         import openai  # noqa: F401  # the clients' process uses it
 
-        from hgpo_jax.serving.api import Api
         from hgpo_jax.serving.engine import Engine
-        from hgpo_jax.serving.server import served
+        from hgpo_jax.serving.uvicorn_server import served
+        from hgpo_jax.serving.web_app import Api
     except ImportError as error:
         raise ConfigError(f"bench serve: needs the package {error.name}; pip install 'hgpo_jax[serve,openai]'") from None
     open_devices()

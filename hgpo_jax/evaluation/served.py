@@ -24,7 +24,7 @@ import numpy as np
 
 from hgpo_jax.config import Config
 from hgpo_jax.policy.answers import THINK, THINK_END, split_thought
-from hgpo_jax.policy.chat_frame import sanitized
+from hgpo_jax.policy.chat_template import sanitized
 from hgpo_jax.rollout.chat_prompts import Prompt, load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer

@@ -1,4 +1,4 @@
-"""The policy: a Qwen2.5, Qwen3 or Llama (`qwen2.py`), its tokenizer, and both as a Hugging Face folder.
+"""The policy: a Qwen2.5, Qwen3 or Llama (`transformer.py`), its tokenizer, and both as a Hugging Face folder.
 
 policy = load_policy("runs/household-hgpo-s0/policy")
 policy = load_policy("smollm2")
@@ -21,13 +21,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from hgpo_jax.policy import huggingface_folder, safetensors_files
-from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
+from hgpo_jax.policy.chat_template import ChatFrame, end_tokens
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import PARAMETER_AXES, initialize, network, shapes, shardings
-from hgpo_jax.policy.qwen2 import Qwen2
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import AS_TRAINED, GENERATION, generation_of, read_tokenizer
+from hgpo_jax.policy.transformer import Qwen2
 from hgpo_jax.utils.files import CACHE_DIR
 
 __all__ = [

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from hgpo_jax.config.choices import LINEARS
 from hgpo_jax.policy.mesh import sharding
 from hgpo_jax.policy.model_config import ModelConfig
-from hgpo_jax.policy.qwen2 import Qwen2
+from hgpo_jax.policy.transformer import Qwen2
 
 # Logical axes of each parameter by its last two names; a leading "layers" axis is never split, nor are other parameters.
 PARAMETER_AXES = {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hgpo_jax.policy.answers import ACTION, ACTION_END, THINK, THINK_END, find_action, split_thought
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 
 TEMPLATES = Path(__file__).parent / "templates"
 # A message with more characters per token of the limit than this is certainly too long, so it is not tokenized to find out.

@@ -23,10 +23,10 @@ from hgpo_jax.envs import user_code
 from hgpo_jax.envs.alfworld import expert as alfworld_expert
 from hgpo_jax.envs.alfworld.dataset import ENVIRONMENT_VARIABLE, SPLITS, list_games, split_folder
 from hgpo_jax.envs.alfworld.generated import generate_games
-from hgpo_jax.envs.alfworld.habits import search_order
 from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
 from hgpo_jax.envs.alfworld.tables import Tables, compile_games, join_games
 from hgpo_jax.envs.alfworld.text import AlfworldText
+from hgpo_jax.envs.alfworld.usual_places import search_order
 from hgpo_jax.envs.household import Household, HouseholdPlan, HouseholdSubgoals, HouseholdTeam
 from hgpo_jax.envs.household import expert as household_expert
 from hgpo_jax.envs.household.text import HouseholdTeamText, HouseholdText

@@ -1,6 +1,6 @@
 """Outside rewards: `reward=my_module:score` or `reward=./file.py:score`, added to the environment's.
 
-For text episodes a worker process calls the function (`rollout/reward_functions.py`). For a compiled environment it is pure
+For text episodes a worker process calls the function (`rollout/reward_workers.py`). For a compiled environment it is pure
 JAX, `score(episode: Episodes without B) -> f32[] or f32[T]`: the reward of the last turn, or of every turn.
 
 An episode whose function fails, times out or returns no finite numbers is left out of the update, like one whose environment
@@ -27,7 +27,7 @@ from hgpo_jax.rollout.environments import backend
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
-from hgpo_jax.rollout.reward_functions import EpisodeTexts, LocalReward, reward_function
+from hgpo_jax.rollout.reward_workers import EpisodeTexts, LocalReward, reward_function
 from hgpo_jax.rollout.workers import EnvFailure
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, one_line

@@ -16,7 +16,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.config.policies import policy_of_each
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, parse_answer, replay

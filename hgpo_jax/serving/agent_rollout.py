@@ -41,7 +41,7 @@ from jax.sharding import AbstractMesh, Mesh
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import ModelConfig, Policy, network
-from hgpo_jax.policy.chat_frame import ChatFrame, end_tokens
+from hgpo_jax.policy.chat_template import ChatFrame, end_tokens
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import RolloutResult, Story
@@ -108,10 +108,10 @@ class AgentRunner:
 
         Raises RunError if all are left out, or if all have failed, for any reason, before one ever ended properly.
         """
-        from hgpo_jax.serving.api import Api
         from hgpo_jax.serving.engine import Engine
-        from hgpo_jax.serving.server import served
         from hgpo_jax.serving.sessions import Session, Sessions, episodes_of
+        from hgpo_jax.serving.uvicorn_server import served
+        from hgpo_jax.serving.web_app import Api
 
         jax.block_until_ready(params)  # from here on another thread uses the devices
         seeds, split = np.asarray(jax.random.key_data(keys)), "held_out" if held_out else "train"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hgpo_jax.policy.answers import THINK_END, AnswerParser
-from hgpo_jax.policy.chat_frame import ChatFrame, sanitized
+from hgpo_jax.policy.chat_template import ChatFrame, sanitized
 from hgpo_jax.policy.tokenizer import ACT
 
 

@@ -11,7 +11,7 @@ from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.learner.algorithms import METHODS, Method, method_named
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, environment, role_names
-from hgpo_jax.rollout.reward_functions import reward_function
+from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError
 

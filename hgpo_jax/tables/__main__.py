@@ -23,7 +23,18 @@ from typing import Any
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
-from hgpo_jax.tables import bias, compare, curves, gradients, in_runs, launch, plan, records, run, truth
+from hgpo_jax.tables import (
+    advantage_errors,
+    advantage_errors_in_runs,
+    compare,
+    figures,
+    gradients,
+    launch,
+    plan,
+    records,
+    run,
+    run_measurements,
+)
 from hgpo_jax.tables import collect as collecting
 from hgpo_jax.utils.errors import ConfigError
 
@@ -111,7 +122,7 @@ def draw(args) -> None:
     if not to.is_dir():
         raise ConfigError(f"--to {to}: no such folder")
     results = records.read_record(planned, record)
-    print(*curves.draw(planned, results, compare.table_rows(planned, results.cells), record.stem, to), sep="\n")
+    print(*figures.draw(planned, results, compare.table_rows(planned, results.cells), record.stem, to), sep="\n")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -134,9 +145,11 @@ def main(arguments: list[str] | None = None) -> None:
         if run.run_cells(planned, cells, runs, source, jobs=args.jobs, more=tuple(fields)):
             sys.exit(1)
     elif args.command == "bias":
-        bias.measure_all(planned, runs, fields)
+        advantage_errors.measure_all(planned, runs, fields)
     elif args.command == "truth":
-        in_runs.measure_all(truth.Measured, planned, runs, args.cells, args.at, truth.measure)
+        run_measurements.measure_all(
+            advantage_errors_in_runs.Measured, planned, runs, args.cells, args.at, advantage_errors_in_runs.measure
+        )
     elif args.command == "gradients":
         gradients.measure_all(planned, runs, args.cells, args.at, args.batches)
     elif args.launch:

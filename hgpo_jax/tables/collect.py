@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from hgpo_jax.tables.bias import bias_table, of_plan, truth_table
+from hgpo_jax.tables.advantage_errors import bias_table, of_plan, truth_table
 from hgpo_jax.tables.compare import CHANCE, FEWEST, Row, detectable, pairs_for, select_comparisons, table_rows, unlike
-from hgpo_jax.tables.curves import draw
+from hgpo_jax.tables.figures import draw
 from hgpo_jax.tables.markdown import table
 from hgpo_jax.tables.plan import Plan
 from hgpo_jax.tables.records import AllResults, lost_results, merge, read_record, read_runs, record_text

@@ -35,11 +35,11 @@ from hgpo_jax.learner.algorithms import method_named
 from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job
-from hgpo_jax.tables import in_runs
-from hgpo_jax.tables.bias import ESTIMATORS, centred_advantages
-from hgpo_jax.tables.in_runs import InRun, Numbers, require, restore
+from hgpo_jax.tables import run_measurements
+from hgpo_jax.tables.advantage_errors import ESTIMATORS, centred_advantages
+from hgpo_jax.tables.advantage_errors_in_runs import BOOTSTRAPPED, bootstrapped_advantages
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.truth import BOOTSTRAPPED, bootstrapped_advantages
+from hgpo_jax.tables.run_measurements import InRun, Numbers, require, restore
 from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import ConfigError
 
@@ -182,4 +182,4 @@ def measure_all(plan: Plan, runs: Path, names: list[str], iteration: int, batche
         if (one.cell, one.iteration) in [(name, iteration) for name in names] and one.batches != batches:
             anew = f"delete {Directions.file(runs)} to begin anew"
             raise ConfigError(f"--batches {batches}: {one.cell} was measured with {one.batches}; {anew}")
-    in_runs.measure_all(Directions, plan, runs, names, iteration, functools.partial(measure, batches=batches))
+    run_measurements.measure_all(Directions, plan, runs, names, iteration, functools.partial(measure, batches=batches))

@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import pydantic
 
-from hgpo_jax.tables import bias
+from hgpo_jax.tables import advantage_errors
+from hgpo_jax.tables.advantage_errors_in_runs import Measured
 from hgpo_jax.tables.compare import Row
 from hgpo_jax.tables.gradients import Directions
-from hgpo_jax.tables.in_runs import InRun, moment, of_plan
 from hgpo_jax.tables.plan import Cell, Plan, cells, overrides
 from hgpo_jax.tables.results import Result, Results, changed_fields, read_all
-from hgpo_jax.tables.truth import Measured
+from hgpo_jax.tables.run_measurements import InRun, moment, of_plan
 from hgpo_jax.utils.errors import ConfigError
 
 MEASURED: tuple[type[InRun], ...] = (Measured, Directions)
@@ -25,14 +25,14 @@ class AllResults(NamedTuple):
     """cells: each with its result, None if its run has not begun. bias: by setting. measured: in single runs."""
 
     cells: Results
-    bias: bias.BySetting
+    bias: advantage_errors.BySetting
     measured: dict[type[InRun], list]
 
 
 def read_runs(plan: Plan, runs: Path) -> AllResults:
     """Reads the run folders. Raises ConfigError for a damaged file."""
     measured = {kind: of_plan(plan, kind.read(runs)) for kind in MEASURED}
-    return AllResults(read_all(plan, runs), bias.read_bias(runs), measured)
+    return AllResults(read_all(plan, runs), advantage_errors.read_bias(runs), measured)
 
 
 def read_record(plan: Plan, file: Path) -> AllResults:
@@ -43,7 +43,7 @@ def read_record(plan: Plan, file: Path) -> AllResults:
         record = json.loads(file.read_text())
         before = {name: list(fields) for name, fields in record["fields"].items()}
         by_name = {cell.pop("cell"): Result.model_validate(cell) for cell in record["cells"]}
-        of_settings = pydantic.TypeAdapter(bias.BySetting).validate_python(record.get("bias", {}))
+        of_settings = pydantic.TypeAdapter(advantage_errors.BySetting).validate_python(record.get("bias", {}))
         measured = {kind: [kind.model_validate(one) for one in record.get(kind.name, [])] for kind in MEASURED}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
         raise ConfigError(f"{file}: is not a record of runs, or an old one; give the .json that `collect` wrote") from None
@@ -104,7 +104,7 @@ def record_text(plan: Plan, results: AllResults, rows: list[Row]) -> str:
         "cells": one_a_line(lines),
         "missing": json.dumps([cell.name for cell, result in results.cells.items() if not result]),
         "paired": one_a_line(paired),
-        "bias": json.dumps(bias.as_dicts(results.bias)),
+        "bias": json.dumps(advantage_errors.as_dicts(results.bias)),
     } | {kind.name: one_a_line([one.model_dump(by_alias=True) for one in some]) for kind, some in results.measured.items()}
     return "{" + ",\n ".join(f'"{name}": {text}' for name, text in parts.items()) + "}\n"
 

@@ -17,7 +17,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.config.cli import REFUSED
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.policy import Policy, model_card
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer

@@ -12,7 +12,7 @@ from guess import Guess
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_numbers

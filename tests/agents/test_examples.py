@@ -19,9 +19,9 @@ from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.agent_rollout import AgentRunner, Commands
-from hgpo_jax.serving.api import Api
-from hgpo_jax.serving.server import served
 from hgpo_jax.serving.sessions import Session, Sessions
+from hgpo_jax.serving.uvicorn_server import served
+from hgpo_jax.serving.web_app import Api
 from tests.helpers.byte_policy import byte_policy
 from tests.helpers.chat_tokenizers import byte_tokenizer, tool_tokenizer
 from tests.helpers.serving import Scripted

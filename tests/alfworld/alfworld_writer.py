@@ -8,7 +8,7 @@ import numpy as np
 
 from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
-from hgpo_jax.envs.alfworld.sheets import MARKS
+from hgpo_jax.envs.alfworld.game_file import MARKS
 from hgpo_jax.envs.alfworld.tables import Tables
 
 # The goals of the official games.

@@ -13,7 +13,7 @@ from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
 from hgpo_jax.envs.alfworld.tables import compile_games
 from hgpo_jax.envs.alfworld.text import AlfworldText
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.device_tokenizer import spell
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.mesh import make_mesh

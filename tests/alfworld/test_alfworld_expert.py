@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from alfworld_places import GAMES
 
-from hgpo_jax.envs.alfworld import bits, habits, load_game
+from hgpo_jax.envs.alfworld import bits, load_game, usual_places
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.expert import expert_action, random_action
-from hgpo_jax.envs.alfworld.following import following
-from hgpo_jax.envs.alfworld.sheets import CAN
+from hgpo_jax.envs.alfworld.game_file import CAN
+from hgpo_jax.envs.alfworld.host_expert import following
 from hgpo_jax.envs.alfworld.tables import compile_games
 from hgpo_jax.envs.alfworld.text import AlfworldText
 from hgpo_jax.envs.protocol import TextExpert
@@ -151,7 +151,7 @@ def test_random_play_is_uniform() -> None:
 def test_habits_are_counted() -> None:
     """Against the facts of the games' own PDDL."""
     tables = compile_games(GAMES)
-    names, kind = habits.kinds_of(tables.words)
+    names, kind = usual_places.kinds_of(tables.words)
     found, places, allowed = Counter(), Counter(), set()
     for game in map(load_game, GAMES):
         facts, entities = game.data.fixed, game.data.narrator.entities
@@ -165,7 +165,7 @@ def test_habits_are_counted() -> None:
         allowed |= {
             (kind_of[o], kind_of[r]) for r, a in types[0] for o, b in types[1] if (a, b) in can and {o} & {o for o, _ in inside}
         }
-    chances = habits.chances(tables.words, tables.games)
+    chances = usual_places.chances(tables.words, tables.games)
     pairs = {(thing, place) for thing, place in places}
     assert len(found) > 30 and len(pairs - allowed) > 30
     for thing, place in pairs:
@@ -174,7 +174,7 @@ def test_habits_are_counted() -> None:
 
     # Where to look first: by chance, half of it where one must open; then by number.
     openable = {"cabinet", "drawer", "fridge", "microwave", "safe"}
-    order = habits.search_order(tables.words, tables.games)
+    order = usual_places.search_order(tables.words, tables.games)
     book = order[names.index("book")]
     seen = sorted((turn, word) for word, turn in enumerate(book) if kind[word] >= 0)
     worth = [chances[names.index("book"), kind[word]] / (1 + (names[kind[word]] in openable)) for _, word in seen]

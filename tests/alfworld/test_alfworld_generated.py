@@ -11,7 +11,7 @@ from alfworld_places import GAMES
 from alfworld_play import compare
 from alfworld_writer import room, write_game
 
-from hgpo_jax.envs.alfworld import generated, habits, load_game
+from hgpo_jax.envs.alfworld import generated, load_game, usual_places
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.generated import generate_games, tasks_of
 from hgpo_jax.envs.alfworld.planner import plan
@@ -83,7 +83,7 @@ def test_things_lie_where_they_usually_do() -> None:
     """Each as often in a place that may hold it as such things are found in such places in the given games."""
     tables = compile_games(GIVEN)
     words, games = tables
-    chances, kind = habits.chances(words, games), habits.kinds_of(words)[1]
+    chances, kind = usual_places.chances(words, games), usual_places.kinds_of(words)[1]
     tasks = {task: {0: rooms[0]} for task, rooms in generated._possible_tasks(tables, set()).items() if 0 in rooms}
     draw, counts = generated._Draw(words, games, tasks, np.random.default_rng(0)), Counter()
     rows = [draw._row() for _ in range(1500)]

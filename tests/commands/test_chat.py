@@ -9,8 +9,8 @@ import pytest
 
 from hgpo_jax import chat as chatting
 from hgpo_jax.config import cli
-from hgpo_jax.sampling import chat as sampling_chat
-from hgpo_jax.sampling.chat import Chat
+from hgpo_jax.sampling import conversation as sampling_chat
+from hgpo_jax.sampling.conversation import Chat
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.byte_policy import byte_policy, generated
 

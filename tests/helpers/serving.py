@@ -16,9 +16,9 @@ import openai
 
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving import server
-from hgpo_jax.serving.api import Api
+from hgpo_jax.serving import uvicorn_server
 from hgpo_jax.serving.engine import Engine, Progress
+from hgpo_jax.serving.web_app import Api
 from tests.helpers.byte_policy import generated
 
 SLOTS, WAITING, PROMPT, RESPONSE = 4, 3, 200, 48
@@ -35,7 +35,7 @@ def engine_of(policy, **limits) -> Engine:
 def served(engine, policy, **options):
     """A server in a thread; gives its port."""
     api = Api(engine, policy.tokenizer, "tiny", **{"key": "", "time_limit": 60.0} | options)
-    with server.served(api) as url:
+    with uvicorn_server.served(api) as url:
         yield urlsplit(url).port
 
 

@@ -13,7 +13,7 @@ from hgpo_jax.chat import Chat
 from hgpo_jax.config.schema import RolloutConfig
 from hgpo_jax.export import export
 from hgpo_jax.policy import Policy, load_policy
-from hgpo_jax.policy.chat_frame import DATE, ChatFrame
+from hgpo_jax.policy.chat_template import DATE, ChatFrame
 from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.tokenizer import generation_of

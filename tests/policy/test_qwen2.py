@@ -11,7 +11,7 @@ from flax import nnx
 
 from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, initialize, load_policy, network, safetensors_files, shardings
 from hgpo_jax.policy.mesh import make_mesh
-from hgpo_jax.policy.qwen2 import product
+from hgpo_jax.policy.transformer import product
 
 DATA = Path(__file__).parent / "data"
 VARIANTS = {

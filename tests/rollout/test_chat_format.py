@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hgpo_jax.policy.answers import find_action
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.rollout.chat_prompts import TEMPLATES, ChatFormat, PromptInput, Template
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment
 from tests.helpers.chat_tokenizers import byte_tokenizer, folding_tokenizer, qwen_tokenizer

@@ -3,7 +3,7 @@
 import pytest
 
 from hgpo_jax.config import load
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer, template_of
 from hgpo_jax.rollout.environments import environment

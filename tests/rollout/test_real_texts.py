@@ -8,7 +8,7 @@ from hgpo_jax.envs.alfworld.text import AlfworldText
 from hgpo_jax.envs.household import Household
 from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.webshop.text import WebshopText
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from tests.helpers.chat_tokenizers import qwen_tokenizer
 from tests.helpers.needs import DATA

@@ -11,7 +11,7 @@ from hgpo_jax.config import load
 from hgpo_jax.rollout import rewards
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
-from hgpo_jax.rollout.reward_functions import read_rewards
+from hgpo_jax.rollout.reward_workers import read_rewards
 from hgpo_jax.rollout.rewards import make_reward
 from hgpo_jax.setup.job import Job, build
 from hgpo_jax.setup.validate import check_together

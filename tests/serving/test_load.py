@@ -13,11 +13,11 @@ import openai
 import pytest
 
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving import api as serving
 from hgpo_jax.serving import engine as engines
+from hgpo_jax.serving import web_app as serving
 from hgpo_jax.serving.engine import STEPS, Busy, Generation, Progress
-from hgpo_jax.serving.server import listen
 from hgpo_jax.serving.sessions import OpenSessions
+from hgpo_jax.serving.uvicorn_server import listen
 from tests.fuzz.mutations import inputs
 from tests.helpers import serving as helpers
 from tests.helpers.serving import HELLO, RESPONSE, SLOTS, WAITING, ends, engine_of, get, hello, idle, raw, served, wait_until

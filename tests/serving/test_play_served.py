@@ -11,9 +11,9 @@ from hgpo_jax.evaluation.served import ServedPolicy
 from hgpo_jax.policy import Policy
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving.api import Api
 from hgpo_jax.serving.engine import Engine
-from hgpo_jax.serving.server import served
+from hgpo_jax.serving.uvicorn_server import served
+from hgpo_jax.serving.web_app import Api
 from hgpo_jax.setup.job import build, prepare_devices
 
 

@@ -5,7 +5,7 @@ import json
 import openai
 import pytest
 
-from hgpo_jax.serving.completions import ChatBody, ChatCompletions
+from hgpo_jax.serving.openai_completions import ChatBody, ChatCompletions
 from hgpo_jax.serving.requests import ApiError, parse
 from hgpo_jax.serving.text import ServedText
 from tests.helpers.chat_tokenizers import byte_tokenizer, qwen_tokenizer, tool_tokenizer

@@ -8,7 +8,7 @@ from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving.completions import ChatBody, TextBody
+from hgpo_jax.serving.openai_completions import ChatBody, TextBody
 from hgpo_jax.serving.requests import CHANGING, SILENT, parse
 from hgpo_jax.serving.sessions import Session, Sessions
 from tests.helpers.chat_tokenizers import qwen_tokenizer, tool_tokenizer

@@ -13,7 +13,7 @@ from small_plan import SMALL, finish, write_plan
 
 from hgpo_jax import config as configuration
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import bias, compare, curves, records, results
+from hgpo_jax.tables import advantage_errors, compare, figures, records, results
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.collect import table_csv
 from hgpo_jax.tables.compare import Row
@@ -105,12 +105,12 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, coll
 
 
 def measured(seed, bias2):
-    shares = {str(k): bias2 for k in bias.LEVELS}
-    truth = {name: {"cosine": bias2, "mse": 2 * bias2} for name in bias.AT_START}
+    shares = {str(k): bias2 for k in advantage_errors.LEVELS}
+    truth = {name: {"cosine": bias2, "mse": 2 * bias2} for name in advantage_errors.AT_START}
     return {
         "seed": seed, "fields": SMALL["fields"], "success": 0.5, "turns": 9.0, "steps": 5, "return_variance": 4.0,
         "peers": [1, 0.5, 0.25], "bias2": shares, "variance": shares, "mse": shares,
-        "oracle": dict.fromkeys(bias.AT_START, bias2 / 2), "truth": truth,
+        "oracle": dict.fromkeys(advantage_errors.AT_START, bias2 / 2), "truth": truth,
     }  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def test_settings_are_pooled_from_two_pairs_of_each_on(tmp_path, collect):
     assert "### Both\n" in said and "| HGPO | 4 of 4 | 12.5 ± 9.6 | +12.5 ± 4.8 (" in said
     # A pool of four pairs is neither counted among the different comparisons nor drawn as curves.
     assert "different comparisons" not in said
-    panels = curves.draw_curves(plan, results.read_all(plan, runs)).axes
+    panels = figures.draw_curves(plan, results.read_all(plan, runs)).axes
     assert [axis.get_title() for axis in panels] == ["T\nNear", "T\nNear 2"]
 
 
@@ -297,9 +297,9 @@ def test_bias_is_measured_for_the_seeds_that_lack(tmp_path, monkeypatch, capsys)
 
     def measure(config, fields):
         asked.append(config.seed)
-        return bias.Bias(**measured(config.seed, 0.125))
+        return advantage_errors.Bias(**measured(config.seed, 0.125))
 
-    monkeypatch.setattr(bias, "measure", measure)
+    monkeypatch.setattr(advantage_errors, "measure", measure)
     for seeds, wanted in (([7], [7, 7]), ([7, 8], [8, 8]), ([9], [9, 9]), ([8, 7], [])):
         tables.main(["bias", str(write_plan(tmp_path, bias_seeds=seeds)), "--runs", str(tmp_path / "runs")])
         assert asked == wanted

@@ -9,7 +9,8 @@ from scipy import stats
 from small_plan import PLANS
 
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import collect, compare, curves, records
+from hgpo_jax.tables import collect, compare, records
+from hgpo_jax.tables import figures as curves
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
 from hgpo_jax.tables.results import Result

@@ -18,7 +18,7 @@ from hgpo_jax.learner.update import make_logprobs
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup.job import build
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import bias, gradients, results, truth
+from hgpo_jax.tables import advantage_errors, advantage_errors_in_runs, gradients, results
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.gradients import cosines, make_gradient, rloo_by_turn
 from hgpo_jax.tables.plan import Cell
@@ -133,7 +133,7 @@ def loops(e, values, penalty):
             rest = float(e.rewards[b, t]) + GAMMA * rest
             returns[b, t] = {0.0: rest, penalty: rest - penalty * bool(e.invalid[b, t])}  # of this step alone, as released
     steps = sorted(returns)
-    found = {name: np.zeros(e.mask.shape) for name in truth.PARTS}
+    found = {name: np.zeros(e.mask.shape) for name in advantage_errors_in_runs.PARTS}
     baseline = np.zeros(e.mask.shape)
     for b, t in steps:
         levels = []
@@ -160,7 +160,8 @@ def loops(e, values, penalty):
         after = 0.0
         for t in reversed(range(length)):
             following = baseline[b, t + 1] if t + 1 < length else 0.0
-            after = float(e.rewards[b, t]) + GAMMA * following - baseline[b, t] + GAMMA * truth.LAMBDA * after
+            delta = float(e.rewards[b, t]) + GAMMA * following - baseline[b, t]
+            after = delta + GAMMA * advantage_errors_in_runs.LAMBDA * after
             found["HGPO, bootstrapped"][b, t] = after
     return found
 
@@ -175,9 +176,9 @@ def test_parts_are_those_of_plain_loops():
     values = np.random.default_rng(0).normal(size=e.mask.shape)
     assert dump.config.advantage.gamma == GAMMA and e.invalid[e.mask].any()
     own = dump.estimate("grpo", normalize="mean", invalid_penalty=0.0).advantages  # in the rewards' unit, as true ones are
-    np.testing.assert_array_equal(bias.centred_advantages(dump, {"GRPO": {"name": "grpo"}})["GRPO"], own)
-    found = truth.parts(dump, values)
-    assert tuple(found) == truth.PARTS
+    np.testing.assert_array_equal(advantage_errors.centred_advantages(dump, {"GRPO": {"name": "grpo"}})["GRPO"], own)
+    found = advantage_errors_in_runs.parts(dump, values)
+    assert tuple(found) == advantage_errors_in_runs.PARTS
     for name, wanted in loops(e, values, dump.config.advantage.invalid_penalty).items():
         assert np.abs(wanted[e.mask]).max() > 0.1
         np.testing.assert_allclose(found[name], wanted, atol=2e-4, err_msg=name)
@@ -202,7 +203,7 @@ def test_what_a_run_did_next_is_played_again(tmp_path, capsys):
     for done in range(2):
         tables.main(["truth", str(plan), "--runs", str(runs), "--at", str(done), "few/hgpo/s0"])
     recorded = results.read_all(planning.read(plan), runs)[Cell("few", "hgpo", 0)]
-    for done, found in enumerate(truth.Measured.read(runs)):
+    for done, found in enumerate(advantage_errors_in_runs.Measured.read(runs)):
         assert (found.iteration, found.success) == (done, pytest.approx(recorded.curve[done]))
         assert found.numbers["return - true value"]["cosine"] > found.numbers["GRPO"]["cosine"]
     said = capsys.readouterr().out
@@ -217,5 +218,5 @@ def test_what_a_run_did_next_is_played_again(tmp_path, capsys):
 
 
 def test_what_an_estimator_is_does_not_depend_on_the_run():
-    for name, options in bias.ESTIMATORS.items():
+    for name, options in advantage_errors.ESTIMATORS.items():
         assert {"history_length", "lam", "alpha"} & set(parameters(options["name"])[1]) <= options.keys(), name

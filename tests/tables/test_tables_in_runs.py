@@ -9,17 +9,16 @@ import pytest
 from small_plan import SMALL, finish, write_plan
 
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import curves, gradients, records, truth
+from hgpo_jax.tables import advantage_errors_in_runs, figures, gradients, records
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
 from hgpo_jax.utils.errors import ConfigError
 
 
 def true_advantages(cell, iteration, lift=0.0):
-    errors = {
-        name: {"cosine": 0.1 + 0.05 * i + lift, "mse": 1.0 + i} for i, name in enumerate(truth.Measured.estimators)
-    }
-    return truth.Measured(cell=cell, iteration=iteration, success=0.5, invalid=0.125, errors=errors)
+    names = enumerate(advantage_errors_in_runs.Measured.estimators)
+    errors = {name: {"cosine": 0.1 + 0.05 * i + lift, "mse": 1.0 + i} for i, name in names}
+    return advantage_errors_in_runs.Measured(cell=cell, iteration=iteration, success=0.5, invalid=0.125, errors=errors)
 
 
 def directions(cell, iteration, lift=0.0):
@@ -30,7 +29,7 @@ def directions(cell, iteration, lift=0.0):
     return gradients.Directions(cell=cell, iteration=iteration, batches=16, success=0.5, cosines=cosines)
 
 
-MAKE = {truth.Measured: true_advantages, gradients.Directions: directions}
+MAKE = {advantage_errors_in_runs.Measured: true_advantages, gradients.Directions: directions}
 every = pytest.mark.parametrize("kind", MAKE, ids=lambda kind: kind.name)
 
 
@@ -65,7 +64,7 @@ def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, mon
     if kind is gradients.Directions:
         with pytest.raises(ConfigError, match=r"--batches 9: near/hgpo/s0 was measured with 16; delete .*gradients\.json"):
             tables.main([*ask[:4], "--batches", "9", "--at", "2", "near/hgpo/s0"])
-    if kind is truth.Measured:
+    if kind is advantage_errors_in_runs.Measured:
         assert "| GRPO | 0.200 | 1.000 |" in said and "| GRPO | 0.250 ± 0.050 | 1.000 ± 0.000 |" in said
     else:
         assert "| GRPO | 0.200 ± 0.030 | 0.200 ± 0.040 |" in said and "| GRPO | 0.250 ± 0.021 | 0.200 ± 0.028 |" in said
@@ -95,7 +94,7 @@ def test_the_picture_has_every_run_and_the_mean(small, kind):
     make = MAKE[kind]
     found = [make("near/gigpo/s0", 2), make("near/hgpo/s0", 2, 0.1), make("near/hgpo/s1", 2, 0.2)]
     names = list(kind.estimators)
-    figure = curves.draw_measured(small, kind, found)
+    figure = figures.draw_measured(small, kind, found)
     for axis, key in zip(figure.axes, kind.labels, strict=True):
         assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == names
         marks = [line.get_xdata() for line in axis.lines if len(line.get_xdata()) == len(names)]
@@ -104,8 +103,8 @@ def test_the_picture_has_every_run_and_the_mean(small, kind):
         assert len({line.get_color() for line in axis.lines if len(line.get_xdata()) == len(names)}) == 3
         assert axis.get_xscale() == ("log" if key == "mse" else "linear")
     assert "3 runs after 2 iterations" in figure.axes[0].get_title(loc="left")
-    assert len(curves.draw_measured(small, kind, [make("near/hgpo/s0", 3, -0.5), *found]).axes) == 4
-    assert curves.draw_measured(small, kind, []) is None
+    assert len(figures.draw_measured(small, kind, [make("near/hgpo/s0", 3, -0.5), *found]).axes) == 4
+    assert figures.draw_measured(small, kind, []) is None
 
 
 @every
@@ -140,7 +139,7 @@ def test_too_few_batches_are_refused(tmp_path, small):
 @every
 def test_a_damaged_measurement_is_refused_in_one_line(tmp_path, small, collect, kind):
     incomplete = MAKE[kind]("a", 1).model_dump(by_alias=True)
-    incomplete["errors" if kind is truth.Measured else "cosines"].pop(kind.estimators[-1])
+    incomplete["errors" if kind is advantage_errors_in_runs.Measured else "cosines"].pop(kind.estimators[-1])
     (tmp_path / "runs").mkdir()
     for text in ("{", "[1]", '[{"cell": "a"}]', json.dumps([incomplete])):
         kind.file(tmp_path / "runs").write_text(text)

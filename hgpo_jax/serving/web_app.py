@@ -26,19 +26,19 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
-from hgpo_jax.serving.completions import ChatCompletions, TextCompletions
 from hgpo_jax.serving.dialect import Dialect
 from hgpo_jax.serving.earlier_answers import prompt_ids
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
+from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions
 from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest, parse
-from hgpo_jax.serving.server import is_loopback
 from hgpo_jax.serving.sessions import OpenSessions, Place, RewardRequest, Session, Sessions, Turn, place_of
 from hgpo_jax.serving.text import ServedText
+from hgpo_jax.serving.uvicorn_server import is_loopback
 
 log = logging.getLogger(__name__)
 

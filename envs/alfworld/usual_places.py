@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hgpo_jax.envs.alfworld.sheets import PLACE_CAN
+from hgpo_jax.envs.alfworld.game_file import PLACE_CAN
 from hgpo_jax.envs.alfworld.tables import Games
 
 

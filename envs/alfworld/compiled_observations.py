@@ -9,8 +9,8 @@ from flax import struct
 
 from hgpo_jax.envs.alfworld import bits
 from hgpo_jax.envs.alfworld import phrases as p
+from hgpo_jax.envs.alfworld.game_file import CAN, PLACE_CAN
 from hgpo_jax.envs.alfworld.phrases import ID, VERBS
-from hgpo_jax.envs.alfworld.sheets import CAN, PLACE_CAN
 
 
 class Deed(struct.PyTreeNode):

@@ -12,7 +12,7 @@ from flax import nnx
 
 from hgpo_jax.policy import Policy
 from hgpo_jax.policy.answers import TextStream
-from hgpo_jax.policy.chat_frame import ChatFrame
+from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, sample_token
 
 SHORTEST = 128  # tokens that a short prompt is padded to; longer ones to twice that, four times, ...
