@@ -17,7 +17,7 @@ import shutil
 from pathlib import Path
 
 from hgpo_jax.config import cli
-from hgpo_jax.policy import huggingface_folder, safetensors_files, shapes
+from hgpo_jax.policy import huggingface_folder, safetensors_files, shapes, weight_names
 from hgpo_jax.policy.source import find
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
@@ -45,7 +45,7 @@ def export(
     folder = policy_folder(source)
     config = huggingface_folder.read_config(folder)
     source_weights = safetensors_files.Weights(folder)
-    tensors = safetensors_files.layout(shapes(config), config.num_hidden_layers)
+    tensors = weight_names.layout(shapes(config), config.num_hidden_layers)
     source_weights.check(tensors, tied=config.tie_word_embeddings)
     tensors = [dataclasses.replace(t, dtype=dtype or safetensors_files.DTYPES[source_weights.dtypes[t.name]]) for t in tensors]
     raw = huggingface_folder.read_json(folder, "config.json")

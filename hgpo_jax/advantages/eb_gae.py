@@ -9,8 +9,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from hgpo_jax.advantages import grouping
+from hgpo_jax.advantages.gae import generalized_advantages
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import generalized_advantages, penalties, step_returns
+from hgpo_jax.advantages.returns import penalties, step_returns
 from hgpo_jax.advantages.shrinkage import shrink
 
 

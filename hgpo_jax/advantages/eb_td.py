@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from hgpo_jax.advantages import grouping
+from hgpo_jax.advantages.gae import generalized_advantages
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import generalized_advantages, penalties, step_returns
+from hgpo_jax.advantages.returns import penalties, step_returns
 from hgpo_jax.advantages.shrinkage import shrink
 
 ROUNDS = 3

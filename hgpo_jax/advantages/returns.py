@@ -60,26 +60,6 @@ def last_steps(mask: jax.Array) -> jax.Array:
     return mask & ~jnp.pad(mask[:, 1:], ((0, 0), (0, 1)))
 
 
-def generalized_advantages(
-    rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float, final_values: jax.Array | None = None
-) -> jax.Array:
-    """GAE (Schulman et al., 2016, eq. 16), f32[B, T]: `A_t = d_t + gamma lam A_{t+1}` with `d_t = r_t + gamma V_{t+1} - V_t`.
-
-    values: V, f32[B, T]. final_values: f32[B], the value after the last step, by default 0.
-    Serves tokens as well as steps: the rows may be responses and the columns their tokens.
-    Temporal differences below rounding are 0, so that a later division by their spread cannot blow them up: where all
-    trajectories of a prompt group are the same, group means as values leave nothing else.
-    """
-    after = following(values, mask)
-    if final_values is not None:
-        after = jnp.where(last_steps(mask), final_values[:, None], after)
-    after = gamma * after
-    deltas = rewards + after - values
-    scale = jnp.maximum(jnp.abs(rewards), jnp.maximum(jnp.abs(after), jnp.abs(values)))
-    deltas = jnp.where(~mask | (jnp.abs(deltas) <= ROUNDING * scale), 0.0, deltas)
-    return discounted_sum(deltas, gamma * lam)
-
-
 # Whitened values stay within this; without it a single outlier among N equal values would become sqrt(N).
 MAX_WHITENED = 100.0
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from hgpo_jax.policy import huggingface_folder, safetensors_files
+from hgpo_jax.policy import huggingface_folder, safetensors_files, weight_names
 from hgpo_jax.policy.chat_template import ChatFrame, end_tokens
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig, RopeScaling
@@ -95,7 +95,7 @@ class Policy:
         """
         if self.config.lora:
             raise ValueError(f"policy {folder}: has adapters; save them with lora.save, or lora.merge first")
-        tensors = safetensors_files.layout(self.params, self.config.num_hidden_layers)
+        tensors = weight_names.layout(self.params, self.config.num_hidden_layers)
 
         def write_rest(folder: Path) -> None:
             special = [getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
@@ -141,7 +141,7 @@ def load_policy(
     folder = find(folder, cache_dir)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     config = huggingface_folder.read_config(folder)
-    tensors = safetensors_files.layout(shapes(config), config.num_hidden_layers)
+    tensors = weight_names.layout(shapes(config), config.num_hidden_layers)
     source = safetensors_files.Weights(folder)
     source.check(tensors, tied=config.tie_word_embeddings)
     params = source.load(tensors, shardings(config, mesh), dtype)

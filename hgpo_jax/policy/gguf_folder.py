@@ -18,7 +18,7 @@ import numpy as np
 import yaml
 from filelock import FileLock
 
-from hgpo_jax.policy import huggingface_folder, safetensors_files
+from hgpo_jax.policy import huggingface_folder, safetensors_files, weight_names
 from hgpo_jax.policy.gguf_file import GgufFile
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
 from hgpo_jax.policy.model_config import MODEL_TYPES, ModelConfig, RopeScaling
@@ -118,7 +118,7 @@ def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"has {len(tokenizer)} tokens, but embeddings for {config.vocab_size}")
     names = {_transformers_name(name): name for name in file.tensors if name != ROPE_FACTORS}
-    tensors = safetensors_files.layout(shapes(config), config.num_hidden_layers)
+    tensors = weight_names.layout(shapes(config), config.num_hidden_layers)
     for tensor in tensors:
         if tensor.name not in names:
             raise ValueError(f"lacks the tensor that transformers calls {tensor.name}")
@@ -127,7 +127,7 @@ def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None
     if unexpected := names.keys() - {tensor.name for tensor in tensors}:
         raise ValueError(f"holds {names[min(unexpected)]:.100}, which a {config.model_type} does not have")
 
-    def value(tensor: safetensors_files.Tensor) -> np.ndarray:
+    def value(tensor: weight_names.Tensor) -> np.ndarray:
         array = file.tensors[names[tensor.name]].dequantize()
         heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
         end = ".".join(tensor.name.split(".")[-2:])

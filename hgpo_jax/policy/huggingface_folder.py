@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from hgpo_jax.policy import safetensors_files
+from hgpo_jax.policy import safetensors_files, weight_names
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
 ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # prefixes of transformers' class names
@@ -197,7 +197,7 @@ def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def save(folder: Path, params: dict, tensors: list[safetensors_files.Tensor], write_rest, stem: str, size: int) -> None:
+def save(folder: Path, params: dict, tensors: list[weight_names.Tensor], write_rest, stem: str, size: int) -> None:
     """Writes tensors of the parameters, and the files of `write_rest(folder)`, into an `atomic_folder`.
 
     With several processes, all of them call this and process 0 writes.

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
-from hgpo_jax.policy import huggingface_folder, safetensors_files
+from hgpo_jax.policy import huggingface_folder, safetensors_files, weight_names
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import LoraConfig, ModelConfig
 from hgpo_jax.policy.placement import shapes, shardings
@@ -99,7 +99,7 @@ def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = ""
     huggingface_folder.save(
         Path(folder),
         adapters,
-        safetensors_files.layout(adapters, config.num_hidden_layers, PREFIX),
+        weight_names.layout(adapters, config.num_hidden_layers, PREFIX),
         lambda partial: (partial / "adapter_config.json").write_text(json.dumps(content, indent=2) + "\n"),
         "adapter_model",
         safetensors_files.SHARD_SIZE,
@@ -145,7 +145,7 @@ def load(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> t
     except (ValueError, TypeError) as error:
         raise ValueError(f"policy {folder}: adapter_config.json: {error}") from None
     config = dataclasses.replace(config, lora=settings)
-    tensors = safetensors_files.layout(_only(shapes(config)), config.num_hidden_layers, PREFIX)
+    tensors = weight_names.layout(_only(shapes(config)), config.num_hidden_layers, PREFIX)
     source = safetensors_files.Weights(folder, "adapter_model")
     source.check(tensors)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from pydantic import Field
 
-from hgpo_jax.advantages.returns import generalized_advantages
+from hgpo_jax.advantages.gae import generalized_advantages
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.tables.advantage_errors import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred_advantages, errors

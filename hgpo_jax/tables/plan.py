@@ -21,7 +21,7 @@ from hgpo_jax.evaluation.files import file_name
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.rollout.environments import max_turns
 from hgpo_jax.setup import memory
-from hgpo_jax.trainer.folder import PROOFS
+from hgpo_jax.trainer.resume import PROOFS
 from hgpo_jax.utils.errors import ConfigError
 
 Name = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_.-]*$")]  # part of a path and of a job's name

@@ -11,8 +11,8 @@ import numpy as np
 from hgpo_jax.config import Section
 from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.tables.plan import Cell, Plan, Step, cells, config_of, steps
-from hgpo_jax.trainer.folder import FREE_TO_CHANGE, differing
 from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.trainer.resume import FREE_TO_CHANGE, differing
 from hgpo_jax.utils.errors import ConfigError
 
 # Fields of paths and of sizes, which do not affect results.

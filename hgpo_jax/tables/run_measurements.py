@@ -18,8 +18,8 @@ from hgpo_jax.setup.job import Job, build
 from hgpo_jax.tables.markdown import table
 from hgpo_jax.tables.plan import Plan, cells
 from hgpo_jax.trainer.checkpoint import Checkpoints
-from hgpo_jax.trainer.folder import has_ended
 from hgpo_jax.trainer.loop import starting_params
+from hgpo_jax.trainer.resume import has_ended
 from hgpo_jax.trainer.step import TrainState, make_train_step
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write

@@ -28,9 +28,10 @@ from hgpo_jax.setup import memory
 from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_mesh, open_devices
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.curves import plot_curves
-from hgpo_jax.trainer.folder import COMPILING, find_run, take_folder
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
 from hgpo_jax.trainer.loop import Training, refusals
+from hgpo_jax.trainer.resume import COMPILING
+from hgpo_jax.trainer.run_folder import find_run, take_folder
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import atomic_write, is_remote

@@ -17,7 +17,7 @@ from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.envs.alfworld.pddl import parse_domain, parse_problem
 from hgpo_jax.envs.webshop import load_shop
 from hgpo_jax.envs.webshop.commands import click, parse
-from hgpo_jax.policy import huggingface_folder, safetensors_files, shapes
+from hgpo_jax.policy import huggingface_folder, safetensors_files, shapes, weight_names
 from hgpo_jax.policy.answers import find_action
 from hgpo_jax.policy.mesh import abstract_mesh, parse_mesh
 from hgpo_jax.rollout.environments import ENVIRONMENTS
@@ -142,8 +142,8 @@ def safetensors(data: bytes, folder: Path) -> None:
 
 
 @functools.cache
-def tensors(config) -> list[safetensors_files.Tensor]:
-    return safetensors_files.layout(shapes(config), config.num_hidden_layers)
+def tensors(config) -> list[weight_names.Tensor]:
+    return weight_names.layout(shapes(config), config.num_hidden_layers)
 
 
 def read_policy(folder: Path) -> None:

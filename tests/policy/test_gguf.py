@@ -24,6 +24,7 @@ from hgpo_jax.policy import (
     model_card,
     safetensors_files,
     shapes,
+    weight_names,
 )
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
 from hgpo_jax.policy.mesh import make_mesh
@@ -76,7 +77,7 @@ def write(path, config=LLAMA, kind=F32, metadata=(), tensors=()):
     arch, rng, expected = config.model_type, np.random.default_rng(3), {}
     metadata, stored = dict(metadata), {}
     writer = gguf.GGUFWriter(path, metadata.pop("general.architecture", arch))
-    for tensor in safetensors_files.layout(shapes(config), config.num_hidden_layers):
+    for tensor in weight_names.layout(shapes(config), config.num_hidden_layers):
         value = rng.normal(0, 0.3, tensor.shape).astype(np.float32) + (len(tensor.shape) == 1)
         stored_as = kind if value.ndim == 2 else F32
         raw = quantized(turned(value, tensor.name, config, permuted), stored_as)

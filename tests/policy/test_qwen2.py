@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from hgpo_jax.policy import ModelConfig, Policy, RopeScaling, initialize, load_policy, network, safetensors_files, shardings
+from hgpo_jax.policy import (
+    ModelConfig,
+    Policy,
+    RopeScaling,
+    initialize,
+    load_policy,
+    network,
+    safetensors_files,
+    shardings,
+    weight_names,
+)
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.transformer import product
 
@@ -48,7 +58,7 @@ def compute(policy, ids):
 
     (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(policy.params)
     gather = safetensors_files.to_host(gradients)
-    return logits, {t.name: gather(t) for t in safetensors_files.layout(gradients, policy.config.num_hidden_layers)}
+    return logits, {t.name: gather(t) for t in weight_names.layout(gradients, policy.config.num_hidden_layers)}
 
 
 def assert_same(policy, ids, logits, gradients):

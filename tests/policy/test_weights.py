@@ -24,6 +24,7 @@ from hgpo_jax.policy import (
     safetensors_files,
     shapes,
     shardings,
+    weight_names,
 )
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.source import find
@@ -382,7 +383,7 @@ MEASURE = """
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_loading_takes_the_shards_and_one_tensor(tmp_path):
-    listed = safetensors_files.layout(shapes(BIG), BIG.num_hidden_layers)
+    listed = weight_names.layout(shapes(BIG), BIG.num_hidden_layers)
     rng = np.random.default_rng(0)
     kept = {}
 

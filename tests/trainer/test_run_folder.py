@@ -21,18 +21,16 @@ from hgpo_jax.policy import ModelConfig, Policy
 from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer import loop, main
 from hgpo_jax.trainer.behavior_cloning import warm_start
-from hgpo_jax.trainer.folder import (
+from hgpo_jax.trainer.resume import (
     COMPILING,
     FREE_TO_CHANGE,
-    LOCK,
     change_length,
     check_unchanged,
     drop_later,
-    find_run,
     has_ended,
     resume_point,
-    take_folder,
 )
+from hgpo_jax.trainer.run_folder import LOCK, find_run, take_folder
 from hgpo_jax.utils.errors import ConfigError, RunError
 
 HF = Path(__file__).parents[1] / "policy" / "data" / "qwen2_tiny"
@@ -300,7 +298,7 @@ def test_a_run_without_a_good_checkpoint_never_begins_again_silently(tmp_path):
 
 
 def test_rows_that_were_lost_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("hgpo_jax.trainer.folder.newest_intact", lambda _: (4, ["checkpoint 5 is damaged"]))
+    monkeypatch.setattr("hgpo_jax.trainer.run_folder.newest_intact", lambda _: (4, ["checkpoint 5 is damaged"]))
     folder = begun(tmp_path / "run")
     rows(folder, 4)
     assert resume_point(folder) == (4, ["checkpoint 5 is damaged; going back to iteration 4"])

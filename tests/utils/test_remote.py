@@ -9,7 +9,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from hgpo_jax.config import cli
-from hgpo_jax.trainer.folder import find_run
+from hgpo_jax.trainer.run_folder import find_run
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import check_scheme

@@ -1,24 +1,18 @@
-"""A run's folder: its location, whether the run may be resumed there, and the lock that keeps a second run out."""
+"""Whether and from where a run may be resumed: what its folder holds, and what may have changed since it began."""
 
 from __future__ import annotations
 
 import shutil
-from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
-from filelock import FileLock, Timeout
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.learner.optimizer import lr_scale
-from hgpo_jax.trainer import provenance
-from hgpo_jax.trainer.checkpoint import newest, newest_intact
+from hgpo_jax.trainer.checkpoint import newest_intact
 from hgpo_jax.trainer.metrics import read_metrics
-from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
-from hgpo_jax.utils.files import atomic_write, is_remote
 
 # Fields that may differ when a run is resumed: they do not affect learning.
 FREE_TO_CHANGE = (
@@ -33,92 +27,19 @@ FREE_TO_CHANGE = (
     "evaluation.",
 )
 HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
-LOCK, UNFINISHED = ".lock", "config.yaml.partial"
 COMPILING = ".compiling"  # the programs that the run's process is compiling (`CompileWatch.file`)
-# Files of a run that was killed before it wrote config.yaml.
-NO_RUN = {LOCK, UNFINISHED, remote.STATE, remote.LOCK, provenance.FILE, f"{provenance.FILE}.partial"}
 PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first one holds its result
 # Files that a run writes at its end; a policy is written only after the last checkpoint is complete.
 RESULTS = ("policy", "adapter", "evaluations", *PROOFS)
 
 
-NAMING = ("name", "method", "seed", "run_dir", "cache_dir")  # fields that decide where a run lives
-
-
-class Found(NamedTuple):
-    """A command's run folder and its present state.
-
-    config: for a resumed run its own, overridden by the fields that the user gave. ended: nothing is left to do.
-    """
-
-    config: Config
-    folder: Path
-    resuming: bool = False
-    ended: bool = False
-
-
-def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
-    """Finds the run that a command asks for.
-
-    Args:
-      given: the fields that the user gave, as `config.given` returns them. A resumed run takes all others from its config.yaml.
-      resume: `--resume`.
-      allowed: names of fields that may differ from the run's, besides those that do not affect the result.
-
-    Raises:
-      ConfigError: the folder holds a run but resuming was not requested, there is nothing to resume, the run was started
-        with other fields, or it has done more iterations than requested.
-    """
-    folder, resuming = run_folder(given, resume)
-    if not resuming:
-        return Found(configuration.resolve(given), folder)
-    before = began_with(folder)
-    try:
-        configuration.resolve(before)
-    except ConfigError as error:
-        raise ConfigError(f"{folder / 'config.yaml'}: {error}; {HOW_TO_REPAIR}") from None
-    config = configuration.resolve(given, before)
-    check_unchanged(config, folder, allowed)
-    refuse_fewer(config, folder, newest(folder / "checkpoints"))
-    return Found(config, folder, True, has_ended(folder, config.iterations))
-
-
-def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
-    """Returns the run's folder, and whether the run is resumed there. Arguments and errors as in `find_run`."""
-    # The other fields may be valid only together with those of the resumed run.
-    names = configuration.resolve({name: given[name] for name in NAMING if name in given})
-    stem, run_dir = f"{names.name}-{names.method.rpartition(':')[2]}-s{names.seed}", names.run_dir
-    if resume not in ("auto", "never"):
-        folder = remote.fetch(resume, names.cache_dir) if is_remote(resume) else Path(resume)
-        if not (folder / "config.yaml").is_file():
-            raise ConfigError(f"--resume {resume}: not a run's folder, it holds no config.yaml")
-        if run_dir and Path(run_dir).resolve() != Path(resume).resolve():
-            raise ConfigError(f"run_dir={run_dir}: a resumed run stays in {resume}; leave run_dir out")
-        return folder, True
-    if run_dir:
-        folder = remote.fetch(run_dir, names.cache_dir, begins=True) if is_remote(run_dir) else Path(run_dir)
-        if folder.exists() and not folder.is_dir():
-            raise ConfigError(f"run_dir={run_dir}: is a file; choose another folder")
-        begun = (folder / "config.yaml").is_file()
-        if begun and resume == "never":
-            raise ConfigError(f"run_dir={run_dir}: already holds a run; give --resume {run_dir} or choose another folder")
-        if folder.is_dir() and not begun and {path.name for path in folder.iterdir()} - NO_RUN:
-            raise ConfigError(f"run_dir={run_dir}: is not empty and not a run; choose another folder, or remove this one")
-        return folder, begun
-    if resume == "auto":
-        earlier = [p.parent for p in Path("runs").glob(f"{stem}-*/config.yaml") if not _evaluated(p.parent)]
-        if earlier:
-            return max(earlier), True
-    return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}", False
-
-
-def _evaluated(folder: Path) -> bool:
+def has_results(folder: Path) -> bool:
     return all((folder / name).is_file() for name in PROOFS)
 
 
 def has_ended(folder: Path, iterations: int) -> bool:
     """Whether a run of this many iterations is done and evaluated."""
-    return _evaluated(folder) and len(read_metrics(folder)) == iterations
+    return has_results(folder) and len(read_metrics(folder)) == iterations
 
 
 def refuse_fewer(config: Config, folder: Path, done: int) -> None:
@@ -231,39 +152,6 @@ def began_with(folder: Path) -> dict:
         else:
             raise ConfigError(f"{file}: is damaged: {name}={configuration.shown(given)} is not a section; {HOW_TO_REPAIR}")
     return fields | unknown
-
-
-def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock, int, list[str], list[str]]:
-    """Claims the folder for this process, prepares it for training, and writes its config.yaml.
-
-    Returns: (its lock, the iterations done, warnings about damaged later checkpoints, an end of the last process or changed
-    outside code, messages about a change of length).
-
-    Raises:
-      ConfigError: another process holds the folder, started a run there or has continued it since `find_run`.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    folder_lock = lock(folder)
-    if not resuming and (folder / "config.yaml").is_file():
-        raise ConfigError(f"run_dir={folder}: another process has begun a run here; continue it with --resume {folder}")
-    done, faults = resume_point(folder) if resuming else (0, [])
-    refuse_fewer(config, folder, done)
-    changes = change_length(config, folder, done) if resuming else []
-    faults += [*ended_compiling(folder), *provenance.record(config, folder, done)]
-    drop_later(folder, done)
-    with atomic_write(folder / "config.yaml") as file:
-        file.write(configuration.dump(config))
-    return folder_lock, done, faults, changes
-
-
-def lock(folder: Path) -> FileLock:
-    """Locks the folder until this process ends, for whatever reason. Raises ConfigError if another process holds the lock."""
-    folder_lock = FileLock(folder / LOCK)
-    try:
-        folder_lock.acquire(blocking=False)
-    except Timeout:
-        raise ConfigError(f"run_dir={folder}: another process is writing this run; wait for it or end it") from None
-    return folder_lock
 
 
 def resume_point(folder: Path) -> tuple[int, list[str]]:
