@@ -34,7 +34,8 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.rewards import overlong
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.state_keys import regroup
-from hgpo_jax.setup.job import MAX_TRIES, Job, PolicySetup
+from hgpo_jax.setup.job import Job, PolicySetup
+from hgpo_jax.trainer.dynamic_sampling import sample_informative
 from hgpo_jax.trainer.metrics import advantage_metrics, role_advantages, rollout_sums
 from hgpo_jax.utils.errors import RunError
 
@@ -44,9 +45,8 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
 
     params: `Job.rollout_params`.
 
-    Returns: the episodes with their report, the `metrics.rollout_sums` of each rollout, and further metrics. With dynamic
-    sampling, rollouts are repeated on further tasks, at most MAX_TRIES times, until there are as many prompt groups
-    with different rewards as an iteration learns from. Missing groups then have no steps, and there is no report.
+    Returns: the episodes with their report, the `metrics.rollout_sums` of each rollout, and further metrics. There is no report
+    with dynamic sampling (`dynamic_sampling.py`).
 
     Raises RunError if every episode of a host rollout failed (for a compiled one `Alarms` raises it, because it waits for the
     metrics), and if roles learn in turns and a role other than the first one acts first.
@@ -56,18 +56,9 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         result, of_one = _rewarded_rollout(job, params, iteration)
         counts = result.report.counts if result.report else {}
         return RolloutResult(punish_overlong(job, result.episodes), result.report), [of_one], counts
-    batch, sums = None, []
-    for attempt in range(MAX_TRIES):
-        (episodes, _), of_one = _rewarded_rollout(job, params, iteration, attempt)
-        if batch is None:
-            batch = jax.tree.map(jnp.zeros_like, episodes).replace(groups=episodes.groups)
-            filled = jnp.int32(0)
-        batch, filled = _keep_informative(batch, filled, episodes, settings.group_size)
-        sums.append(of_one)
-        if filled >= settings.prompt_groups:
-            break
-    assert batch is not None  # MAX_TRIES is above 0
-    return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": int(filled)}
+    rollout = functools.partial(_rewarded_rollout, job, params, iteration)
+    batch, sums, filled = sample_informative(rollout, settings.prompt_groups, settings.group_size)
+    return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": filled}
 
 
 def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
@@ -104,16 +95,6 @@ def punish_overlong(job: Job, e: Episodes) -> Episodes:
     if not job.config.reward.overlong_cache:
         return e
     return e.replace(rewards=e.rewards + overlong(job.config, e))
-
-
-@functools.partial(jax.jit, static_argnums=3)
-def _keep_informative(batch: Episodes, filled, episodes: Episodes, group_size: int) -> tuple[Episodes, jax.Array]:
-    """Puts the prompt groups of `episodes` with different rewards after the first `filled` (i32[]) of `batch`, if they fit."""
-    useful = advantages.informative(episodes.rewards, episodes.mask, episodes.groups).reshape(-1, group_size).any(1)
-    slot = jnp.where(useful, filled + jnp.cumsum(useful) - 1, len(useful))
-    rows = (slot[:, None] * group_size + jnp.arange(group_size)).ravel()
-    merged = jax.tree.map(lambda old, new: old.at[rows].set(new, mode="drop"), batch, episodes)
-    return merged.replace(groups=batch.groups), jnp.minimum(filled + useful.sum(), len(useful))
 
 
 class TrainState(struct.PyTreeNode):

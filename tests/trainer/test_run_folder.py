@@ -298,7 +298,7 @@ def test_a_run_without_a_good_checkpoint_never_begins_again_silently(tmp_path):
 
 
 def test_rows_that_were_lost_are_said(tmp_path, monkeypatch):
-    monkeypatch.setattr("hgpo_jax.trainer.run_folder.newest_intact", lambda _: (4, ["checkpoint 5 is damaged"]))
+    monkeypatch.setattr("hgpo_jax.trainer.resume.newest_intact", lambda _: (4, ["checkpoint 5 is damaged"]))
     folder = begun(tmp_path / "run")
     rows(folder, 4)
     assert resume_point(folder) == (4, ["checkpoint 5 is damaged; going back to iteration 4"])
