@@ -18,11 +18,11 @@ from flax import nnx
 
 from hgpo_jax.learner import losses
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.update import Loss
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.rollout.episodes import Episodes
 
 Values = Callable[[dict[str, Any], TrainingBatch], jax.Array]
-Loss = Callable[[Any, Any, TrainingBatch], tuple[jax.Array, losses.Stats, jax.Array]]  # see `update.make_update`
 
 
 def initialize_critic(params: dict[str, Any], heads: tuple[int, ...] = ()) -> dict[str, Any]:

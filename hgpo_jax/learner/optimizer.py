@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import optax
 from optax.contrib import MuonDimensionNumbers, muon
@@ -45,10 +47,10 @@ def _learning_rate(lr: float, warmup_steps: int, decay_steps: int | None) -> opt
     return optax.warmup_cosine_decay_schedule(0.0, lr, warmup_steps, max(decay_steps, warmup_steps + 1), lr / 10)
 
 
-def _matrices(params):
+def _matrices(params: Any) -> Any:
     """Returns Muon's dimension numbers of the kernels in layers, [(layers,) in, out], and None for all other parameters."""
 
-    def axes(path, array):
+    def axes(path: tuple[Any, ...], array: jax.Array) -> MuonDimensionNumbers | None:
         in_layer = path[-1].key == "kernel" and path[0].key != "lm_head"
         return MuonDimensionNumbers(array.ndim - 2, array.ndim - 1) if in_layer else None
 

@@ -27,12 +27,19 @@ from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_mi
 from hgpo_jax.policy import ModelConfig, lora, network
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.policy.placement import cast
+from hgpo_jax.policy.transformer import Qwen2
 from hgpo_jax.policy.vocabulary import gather_logprobs
 
+Two = tuple[jax.Array, jax.Array]
+# (params, reference, microbatch) -> (numerator, stats, the largest difference of log-probabilities); see `make_update`.
+Loss = Callable[[Any, Any, TrainingBatch], tuple[jax.Array, losses.Stats, jax.Array]]
+Update = Callable[..., tuple[Any, Any, dict[str, jax.Array]]]
 MAX_LOGITS = 2**26  # 256 MB in float32, over the devices of fsdp and tensor together
 
 
-def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none", max_logits: int = MAX_LOGITS):
+def token_logprobs(
+    model: Qwen2, batch: TrainingBatch, *, temperature: float = 1.0, remat: str = "none", max_logits: int = MAX_LOGITS
+) -> Two:
     """Computes log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
 
     temperature: of the distribution, as in sampling.
@@ -46,7 +53,7 @@ def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none"
     M, Q = layout.predict_slots.shape
     targets = jnp.zeros((M, Q), jnp.int32).at[index].set(batch.responses, mode="drop")
 
-    def logprobs_of_chunk(model, hidden, targets):
+    def logprobs_of_chunk(model: Qwen2, hidden: jax.Array, targets: jax.Array) -> Two:
         logps = jax.nn.log_softmax(model.logits(hidden) / temperature)
         return gather_logprobs(logps, targets), -(jnp.exp(logps) * logps).sum(-1)
 
@@ -56,15 +63,16 @@ def token_logprobs(model, batch: TrainingBatch, *, temperature=1.0, remat="none"
     else:
         chunks = -(-Q // width)
 
-        def split(a):
+        def split(a: jax.Array) -> jax.Array:
             a = jnp.pad(a, ((0, 0), (0, chunks * width - Q), *((0, 0),) * (a.ndim - 2)))
             return jnp.moveaxis(a.reshape(M, chunks, width, *a.shape[2:]), 1, 0)
 
         graphdef, weights = nnx.split(model)
         body = jax.checkpoint(lambda weights, *inputs: logprobs_of_chunk(nnx.merge(graphdef, weights), *inputs))
         out = jax.lax.map(lambda inputs: body(weights, *inputs), (split(hidden), split(targets)))
-        out = tuple(jnp.moveaxis(a, 0, 1).reshape(M, -1)[:, :Q] for a in out)
-    return tuple(a.at[index].get(mode="fill", fill_value=0) for a in out)
+        out = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(M, -1)[:, :Q], out)
+    logp, entropy = (a.at[index].get(mode="fill", fill_value=0) for a in out)
+    return logp, entropy
 
 
 def aggregation(config: LearnerConfig, method: Method) -> str:
@@ -72,14 +80,16 @@ def aggregation(config: LearnerConfig, method: Method) -> str:
     return config.aggregate if method.loss == "clip" else "seq-mean-token-mean"
 
 
-def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "none"):
+def make_logprobs(
+    model: ModelConfig, temperature: float = 1.0, remat: str = "none"
+) -> Callable[[Any, Any, TrainingBatch], Two]:
     """Builds `logprobs(params, reference, batch)`, `token_logprobs` of parameters.
 
     With `model.lora`, params are adapters and reference the weights that they are bound to; otherwise reference is not read.
     """
     graphdef = network(model)
 
-    def logprobs(params, reference, batch: TrainingBatch):
+    def logprobs(params: Any, reference: Any, batch: TrainingBatch) -> Two:
         if model.lora:
             params = lora.bind(reference, params)
         return token_logprobs(nnx.merge(graphdef, params), batch, temperature=temperature, remat=remat)
@@ -87,7 +97,9 @@ def make_logprobs(model: ModelConfig, temperature: float = 1.0, remat: str = "no
     return logprobs
 
 
-def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()):
+def make_policy_loss(
+    model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()
+) -> Loss:
     """Builds the method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
 
     Params and reference as for `make_logprobs`; with a KL, reference is always read. With several roles, which
@@ -100,14 +112,14 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
         "clip_high": method.clip_high if config.clip_high is None else config.clip_high,
     }
 
-    def surrogate(logp, batch: TrainingBatch, mask):
+    def surrogate(logp: jax.Array, batch: TrainingBatch, mask: jax.Array) -> tuple[jax.Array, losses.Stats]:
         if method.loss == "gspo":
             return losses.gspo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
         if method.loss == "kpo":
             return losses.kpo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
         return losses.policy_loss(logp, batch.old_logp, batch.advantages, mask, **clips, aggregate=aggregate)
 
-    def loss(params, reference, batch: TrainingBatch):
+    def loss(params: Any, reference: Any, batch: TrainingBatch) -> tuple[jax.Array, losses.Stats, jax.Array]:
         mask = batch.response_mask()
         logp, entropy = logprobs(params, reference, batch)
         _, stats = surrogate(logp, batch, mask)
@@ -125,13 +137,16 @@ def make_policy_loss(model: ModelConfig, config: LearnerConfig, method: Method, 
         difference = jnp.where(mask, jnp.abs(logp - batch.old_logp), 0.0)
         if len(roles) > 1:
             slope = jax.grad(lambda logp: surrogate(logp, batch, mask)[1]["loss"][0])(jax.lax.stop_gradient(logp))
+            assert batch.agents is not None
             stats |= role_stats(roles, batch.agents, mask, tokens, slope)
         return total, stats, difference.max(initial=0.0)
 
     return loss
 
 
-def role_stats(roles: Sequence[str], agents, mask, tokens: dict[str, jax.Array], slope) -> losses.Stats:
+def role_stats(
+    roles: Sequence[str], agents: jax.Array, mask: jax.Array, tokens: dict[str, jax.Array], slope: jax.Array
+) -> losses.Stats:
     """Computes statistics of N decisions by role: the mean of each array of `tokens`, f32[N, R], and `logp_gradient_share`.
 
     agents: i32[N], indices into `roles`; mask: bool[N, R]. slope: f32[N, R], the derivative of the policy loss with respect to
@@ -147,11 +162,11 @@ def role_stats(roles: Sequence[str], agents, mask, tokens: dict[str, jax.Array],
     return stats
 
 
-def make_cloning_loss(model: ModelConfig, remat: str = "none"):
+def make_cloning_loss(model: ModelConfig, remat: str = "none") -> Loss:
     """Builds the cross-entropy of the responses: `loss(params, reference, batch)`, parameters as for `make_logprobs`."""
     logprobs = make_logprobs(model, remat=remat)
 
-    def loss(params, reference, batch: TrainingBatch):
+    def loss(params: Any, reference: Any, batch: TrainingBatch) -> tuple[jax.Array, losses.Stats, jax.Array]:
         logp, _ = logprobs(params, reference, batch)
         part = losses.reduce_tokens(-logp, batch.response_mask(), "token-mean")
         return part[0], {"loss": part}, jnp.float32(0)
@@ -171,15 +186,15 @@ class EpochState(NamedTuple):
 
 
 def make_update(
-    loss: Callable,
-    optimizer,
+    loss: Loss,
+    optimizer: optax.GradientTransformation,
     mesh: Mesh,
     *,
     minibatch_size: int,
     microbatch_size: int,
     per_token: bool = True,
     compute_dtype: str = "float32",
-):
+) -> Update:
     """Builds `update(params, opt_state, reference, batch, order, count, lr_scale)`, to be called under `jax.jit`.
 
     Args:
@@ -199,33 +214,29 @@ def make_update(
     """
     sum_gradients = _make_sum_gradients(loss, mesh, minibatch_size, microbatch_size, compute_dtype)
 
-    def epoch(params, opt_state, reference, batch: TrainingBatch, order, count, lr_scale):
+    def epoch(
+        params: Any,
+        opt_state: Any,
+        reference: Any,
+        batch: TrainingBatch,
+        order: jax.Array,
+        count: jax.Array,
+        lr_scale: jax.Array,
+    ) -> tuple[Any, Any, dict[str, jax.Array]]:
         steps = -(-count // minibatch_size)  # none without a decision: momentum and weight decay would move the parameters
         size = -(-count // jnp.maximum(steps, 1))
         weight = batch.response_lengths if per_token else (batch.response_lengths > 0).astype(jnp.int32)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(weight[order])])
 
-        def one_step(j, old: EpochState) -> EpochState:
+        def one_step(j: jax.Array, old: EpochState) -> EpochState:
             begin, stop = j * size, jnp.minimum((j + 1) * size, count)
             gradient, stats, difference = sum_gradients(old.params, reference, batch, order, begin, stop)
             scale = 1.0 / jnp.maximum(before[stop] - before[begin], 1)
-            gradient = jax.tree.map(lambda g: g * scale, gradient)
-            updates, opt_state = optimizer.update(gradient, old.opt_state, old.params)
-            norm = optax.tree.norm(gradient)
-            new = old._replace(
-                params=optax.apply_updates(old.params, jax.tree.map(lambda u: u * lr_scale, updates)),
-                opt_state=opt_state,
-                stats=jax.tree.map(jnp.add, old.stats, stats),
-                grad_norm=old.grad_norm + norm,
-            )
-            finite = jnp.isfinite(jnp.stack(jax.tree.leaves((norm, stats)))).all()
-            return jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)._replace(
-                nonfinite_steps=old.nonfinite_steps + ~finite,
-                logp_difference=jnp.where(j == 0, difference, old.logp_difference),
-            )
+            new = _step(old, optimizer, jax.tree.map(lambda g: g * scale, gradient), stats, lr_scale)
+            return new._replace(logp_difference=jnp.where(j == 0, difference, old.logp_difference))
 
-        stats = _zeros(jax.eval_shape(lambda: sum_gradients(params, reference, batch, order, 0, 0)[1]))
-        start = EpochState(params, opt_state, stats, jnp.float32(0), jnp.int32(0), jnp.float32(0))
+        nothing = _zeros(jax.eval_shape(lambda: sum_gradients(params, reference, batch, order, 0, 0)[1]))
+        start = EpochState(params, opt_state, nothing, jnp.float32(0), jnp.int32(0), jnp.float32(0))
         end = jax.lax.fori_loop(0, steps, one_step, start)
         stats = {name: losses.divide(part) for name, part in end.stats.items()}
         stats |= {
@@ -236,10 +247,30 @@ def make_update(
         }
         return end.params, end.opt_state, stats
 
-    return jax.shard_map(epoch, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+    update: Update = jax.shard_map(epoch, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+    return update
 
 
-def _make_sum_gradients(loss: Callable, mesh: Mesh, minibatch_size: int, microbatch_size: int, compute_dtype: str):
+def _step(
+    old: EpochState, optimizer: optax.GradientTransformation, gradient: Any, stats: losses.Stats, lr_scale: jax.Array
+) -> EpochState:
+    """Takes an optimizer step, unless the gradient or a statistic is not finite."""
+    updates, opt_state = optimizer.update(gradient, old.opt_state, old.params)
+    norm = optax.tree.norm(gradient)
+    new = old._replace(
+        params=optax.apply_updates(old.params, jax.tree.map(lambda u: u * lr_scale, updates)),
+        opt_state=opt_state,
+        stats=jax.tree.map(jnp.add, old.stats, stats),
+        grad_norm=old.grad_norm + norm,
+    )
+    finite = jnp.isfinite(jnp.stack(jax.tree.leaves((norm, stats)))).all()
+    chosen: EpochState = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    return chosen._replace(nonfinite_steps=old.nonfinite_steps + ~finite)
+
+
+def _make_sum_gradients(
+    loss: Loss, mesh: Mesh, minibatch_size: int, microbatch_size: int, compute_dtype: str
+) -> Callable[..., tuple[Any, losses.Stats, jax.Array]]:
     """Builds `sum_gradients(params, reference, batch, order, begin, stop) -> (gradient, stats, max_difference)`.
 
     It sums, and takes the maximum, over the decisions `order[begin:stop]`, micro-batch by micro-batch on all devices of the
@@ -248,8 +279,10 @@ def _make_sum_gradients(loss: Callable, mesh: Mesh, minibatch_size: int, microba
     devices, M = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
     data = _data_axis(mesh)
 
-    def sum_gradients(params, reference, batch: TrainingBatch, order, begin, stop):
-        def numerator(params, microbatch):
+    def sum_gradients(
+        params: Any, reference: Any, batch: TrainingBatch, order: jax.Array, begin: jax.Array | int, stop: jax.Array | int
+    ) -> tuple[Any, losses.Stats, jax.Array]:
+        def numerator(params: Any, microbatch: TrainingBatch) -> tuple[jax.Array, tuple[losses.Stats, jax.Array]]:
             total, stats, max_difference = loss(params, reference, microbatch)
             return total, (stats, max_difference)
 
@@ -257,10 +290,12 @@ def _make_sum_gradients(loss: Callable, mesh: Mesh, minibatch_size: int, microba
         assignment, sequences = assign_to_sequences(batch, order, begin, stop, min(minibatch_size, order.shape[0]))
         grad = _trim_predictions(jax.grad(numerator, has_aux=True), batch.responses.shape[1])
 
-        def gradient_of(i):
-            return grad(compute, gather_microbatch(batch, assignment, (i * devices + device) * M, M)[1])
+        def gradient_of(i: jax.Array | int) -> tuple[Any, tuple[losses.Stats, jax.Array]]:
+            _, microbatch = gather_microbatch(batch, assignment, (i * devices + device) * M, M)
+            gradient, about = grad(compute, microbatch)
+            return gradient, about
 
-        def add(i, carry):
+        def add(i: jax.Array, carry: tuple[Any, tuple[losses.Stats, jax.Array]]) -> tuple[Any, tuple[losses.Stats, jax.Array]]:
             total, (stats, max_difference) = carry
             new, (new_stats, new_max_difference) = gradient_of(i)
             total, stats = jax.tree.map(jnp.add, (total, stats), (new, new_stats))
@@ -274,7 +309,9 @@ def _make_sum_gradients(loss: Callable, mesh: Mesh, minibatch_size: int, microba
     return sum_gradients
 
 
-def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
+def make_map(
+    function: Callable[[Any, TrainingBatch], jax.Array], mesh: Mesh, *, microbatch_size: int
+) -> Callable[[Any, TrainingBatch, jax.Array, jax.Array], jax.Array]:
     """Builds `mapped(params, batch, order, count) -> f32[N, ...]`, to be called under `jax.jit`.
 
     It applies `function(params, microbatch) -> f32[decisions in it, ...]` to the decisions `order[:count]` in micro-batches,
@@ -283,38 +320,42 @@ def make_map(function: Callable, mesh: Mesh, *, microbatch_size: int):
     devices, M = mesh.shape["data"], _round_up(microbatch_size, mesh.shape["fsdp"])
     data = _data_axis(mesh)
 
-    def mapped(params, batch: TrainingBatch, order, count):
+    def mapped(params: Any, batch: TrainingBatch, order: jax.Array, count: jax.Array) -> jax.Array:
         device = jax.lax.axis_index("data")
         trimmed = _trim_predictions(function, batch.responses.shape[1])
         assignment, sequences = assign_to_sequences(batch, order, 0, count, order.shape[0])
         some = lambda i: gather_microbatch(batch, assignment, (i * devices + device) * M, M)  # noqa: E731
         shape = jax.eval_shape(lambda: function(params, some(0)[1])).shape
 
-        def one_microbatch(i, out):
+        def one_microbatch(i: jax.Array, out: jax.Array) -> jax.Array:
             index, microbatch = some(i)
             # Unused entries must not write.
             index = jnp.where(microbatch.response_lengths > 0, index, out.shape[0])
             return out.at[index].set(trimmed(params, microbatch), mode="drop")
 
         out = jax.lax.fori_loop(0, -(-sequences // (M * devices)), one_microbatch, jnp.zeros((order.shape[0], *shape[1:])))
-        return jax.lax.psum(out, data)
+        total: jax.Array = jax.lax.psum(out, data)
+        return total
 
-    return jax.shard_map(mapped, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
+    on_shards: Callable[[Any, TrainingBatch, jax.Array, jax.Array], jax.Array] = jax.shard_map(
+        mapped, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    return on_shards
 
 
-def _trim_predictions(function: Callable, width: int) -> Callable:
+def _trim_predictions(function: Callable[[Any, TrainingBatch], Any], width: int) -> Callable[[Any, TrainingBatch], Any]:
     """Builds `function(params, microbatch)`, with only `width` predictions of each sequence if none needs more.
 
     All devices run the same one of the two programs, as collectives require.
     """
 
-    def trimmed(params, microbatch: TrainingBatch):
+    def trimmed(params: Any, microbatch: TrainingBatch) -> Any:
         layout = microbatch.layout
         if layout is None or layout.predict_slots.shape[1] == width:
             return function(params, microbatch)
         needed = max_across_devices((layout.offset + microbatch.response_lengths).max())
 
-        def few(params, microbatch):
+        def few(params: Any, microbatch: TrainingBatch) -> Any:
             return function(params, microbatch.replace(layout=layout.replace(predict_slots=layout.predict_slots[:, :width])))
 
         return jax.lax.cond(needed > width, function, few, params, microbatch)
@@ -322,7 +363,7 @@ def _trim_predictions(function: Callable, width: int) -> Callable:
     return trimmed
 
 
-def _zeros(shapes):
+def _zeros(shapes: Any) -> Any:
     """Makes zeros of these shapes and dtypes."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 

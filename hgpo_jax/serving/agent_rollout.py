@@ -80,7 +80,7 @@ class AgentRunner:
         (model,) = models.values()  # an agent has one role
         self._command = command_of(env.command)
         try:
-            import hgpo_jax.serving.server  # noqa: F401
+            import hgpo_jax.serving.uvicorn_server  # noqa: F401
         except ImportError as error:
             raise ConfigError(f"env.name=agent: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
         if jax.process_count() > 1:

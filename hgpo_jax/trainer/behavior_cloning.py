@@ -303,7 +303,7 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
         logprobs, own = make_logprobs(policy.model), decisions_of(policy.name, job.runner.roles, decisions)
         mapped = jax.jit(
             make_map(
-                lambda params, batch: logprobs(*params, batch)[0].sum(-1),
+                lambda params, batch: logprobs(params[0], params[1], batch)[0].sum(-1),
                 job.mesh,
                 microbatch_size=job.config.learner.microbatch_size,
             )

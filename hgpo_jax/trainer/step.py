@@ -345,7 +345,7 @@ def _make_policy_update(job: Job, policy: PolicySetup):
         return optimizer, update
     logprobs = make_logprobs(policy.model, config.rollout.temperature)
     mapped = make_map(
-        lambda params, batch: logprobs(*params, batch)[0], job.mesh, microbatch_size=config.learner.microbatch_size
+        lambda params, batch: logprobs(params[0], params[1], batch)[0], job.mesh, microbatch_size=config.learner.microbatch_size
     )
 
     def corrected_update(params, opt_state, reference, batch: TrainingBatch, order, count, lr_scale):
