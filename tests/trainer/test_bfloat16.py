@@ -55,7 +55,7 @@ def save_policy(played: str, folder: Path) -> None:
     """Saves random weights that the rollout can read."""
     if played != "device text":
         _, name, *fields = PLAYED[played]
-        return build(load(name, [*fields, *SIZES]), mesh_of()).policy.save(folder)
+        return build(load(name, [*fields, *SIZES]), mesh_of()).policy.initial.save(folder)
     host = AlfworldText(sorted(GAMES.glob("json_*/*/*/*/game.tw-pddl")))
     begun = [host.reset(game) for game in range(3)]
     tokenizer = text_tokenizer(text for observation, commands in begun for text in (observation, *commands))

@@ -79,7 +79,7 @@ def test_given_weights_are_cloned_into_adapters(tmp_path):
     fields = ("--config", "text_small", *SMALL, "rollout.response_limit=16", "env.max_turns=3", "log.tensorboard=false",
               f"cache_dir={tmp_path / 'cache'}", "iterations=1")  # fmt: skip
     given = tmp_path / "given"
-    build(load("text_small", fields[2:]), mesh_of()).policy.save(given)
+    build(load("text_small", fields[2:]), mesh_of()).policy.initial.save(given)
     more = (f"policy={given}", "lora.rank=2", "lora.targets=q_proj,down_proj", "cloning.lr=1e-2", "cloning.check_every=10")
     said = command(
         "-m", "hgpo_jax.train", *fields, *more, "cloning.stop_at=1", f"run_dir={tmp_path / 'run'}", cwd=tmp_path
