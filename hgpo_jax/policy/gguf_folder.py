@@ -23,8 +23,8 @@ from hgpo_jax.policy.gguf_file import GgufFile
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
 from hgpo_jax.policy.model_config import MODEL_TYPES, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import shapes
+from hgpo_jax.policy.rope import scaled_frequency
 from hgpo_jax.policy.tokenizer import GENERATION
-from hgpo_jax.policy.transformer import scaled_frequency
 from hgpo_jax.utils.errors import one_line
 
 # Names of policies -> the package with the file, the model's name on the hub, and the sampling that its model card recommends.

@@ -26,37 +26,12 @@ from flax import nnx
 from hgpo_jax.policy.attention import attend, attend_all, decode_attention
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.mesh import constrain
-from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
+from hgpo_jax.policy.model_config import ModelConfig
+from hgpo_jax.policy.rope import apply_rope, rope_tables
 from hgpo_jax.policy.vocabulary import embedding_lookup
 
 # Parts of a block that are saved for the backward pass, by the value of learner.remat; the rest is recomputed.
 REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
-
-
-def scaled_frequency(frequency, scaling: RopeScaling):
-    """Scales rotary frequencies, f32[E / 2]."""
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    waves = scaling.original_max_position_embeddings * frequency / (2 * jnp.pi)  # waves that fit into the original context
-    share = jnp.clip((waves - low) / (high - low), 0, 1)
-    return frequency * (share + (1 - share) / scaling.factor)
-
-
-def rope_tables(positions, c: ModelConfig):
-    """Computes cosines and sines, f32[B, S, 1, E / 2] each, for positions i32[B, S] (Su et al., arXiv 2104.09864)."""
-    half = c.head_size // 2
-    frequency = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    if c.rope_scaling:
-        frequency = scaled_frequency(frequency, c.rope_scaling)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency
-    # Computed once: the compiler would otherwise compute them for every element of every layer's queries and keys.
-    return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
-
-
-def apply_rope(x, rope):
-    """Rotates x [B, S, heads, E] by the `rope_tables` of its positions, whose B may be 1; the two halves of E are the pairs."""
-    (cos, sin), half = rope, x.shape[-1] // 2
-    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):

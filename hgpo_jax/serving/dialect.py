@@ -1,4 +1,4 @@
-"""A dialect: a public API's words for requests and answers. `api.DIALECTS` lists those that are served."""
+"""A dialect: a public API's words for requests and answers. `web_app.DIALECTS` lists those that are served."""
 
 from __future__ import annotations
 

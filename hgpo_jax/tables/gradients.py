@@ -1,7 +1,9 @@
 """Directions of estimators' policy gradients in runs of a plan: noise and bias, separated.
 
 A gradient's error is noise, which differs from batch to batch and averages out over a run, or bias, which does not. The errors
-of advantages (`truth.py`) have both. Here one policy of a run samples many batches as large as an iteration's. Two cosines to
+of advantages (`advantage_errors_in_runs.py`) have both.
+
+Here one policy of a run samples many batches as large as an iteration's. Two cosines to
 the true policy gradient are reported for each estimator: that of its gradient in one batch, which noise and bias lower, and
 that of the expectation of its gradient, as from infinitely many batches, which only bias lowers.
 

@@ -1,4 +1,7 @@
-"""Measurements in single runs of a plan (`truth.py`, `gradients.py`), kept beside them and, by `collect`, in NAME.json."""
+"""Measurements in single runs of a plan, kept beside them and, by `collect`, in NAME.json.
+
+`advantage_errors_in_runs.py` and `gradients.py` make them.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from hgpo_jax.rollout.reward_workers import read_rewards
 from hgpo_jax.rollout.rewards import make_reward
 from hgpo_jax.setup.job import Job, build
 from hgpo_jax.setup.validate import check_together
-from hgpo_jax.trainer import step
+from hgpo_jax.trainer import dynamic_sampling, step
 from hgpo_jax.trainer.metrics import rollout_metrics, rollout_sums
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.chat_tokenizers import byte_tokenizer
@@ -139,7 +139,7 @@ def test_compiled_episodes_get_rewards_inside_a_program(here):
 @pytest.mark.parametrize("method", ["grpo", "dapo"])
 def test_answers_near_their_limit_are_punished_as_in_dapo(method, monkeypatch):
     """Where groups are chosen, they are by what was reached alone."""
-    monkeypatch.setattr(step, "MAX_TRIES", 1)
+    monkeypatch.setattr(dynamic_sampling, "MAX_TRIES", 1)
     fields = [f"method={method}", "env.name=household_team_text", "warm_start=none", "rollout.prompt_groups=2",
               "rollout.group_size=2", "rollout.response_limit=100", "reward.overlong_cache=20"]  # fmt: skip
     config, e = load(None, fields), played([3, 2, 3, 1])
