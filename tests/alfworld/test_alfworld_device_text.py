@@ -224,7 +224,7 @@ def test_host_and_device_sample_the_same_episodes(monkeypatch):
     host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, {SHARED: network(model)}, mesh, settings)
     env, games = CompiledAlfworld(compile_games(GAMES), turns), np.arange(len(GAMES))
     device = CompiledTextRollout(env, games, chat, tokenizer, {SHARED: network(model)}, mesh, settings, host)
-    given = params, groups, jax.random.split(jax.random.key(1), B), groups, Decoding()
+    given = {SHARED: params}, groups, jax.random.split(jax.random.key(1), B), groups, Decoding()
     (ours, report), (theirs, other) = device(*given), host(*given)
     for name, value in vars(theirs).items():
         if name == "logp":
