@@ -116,7 +116,14 @@ def read_play(runner: TextRunner, tasks: Sequence[int], config: Config) -> tuple
     Raises ConfigError where an episode cannot be played, or an answer is too long.
     """
     known, roles, commands, won = [], [], [], []
-    episodes = play(runner.make_env, tasks, noise=NOISE, history_length=config.rollout.history_length, seed=config.start_seed)
+    episodes = play(
+        runner.make_env,
+        tasks,
+        noise=NOISE,
+        history_length=config.rollout.history_length,
+        seed=config.start_seed,
+        time_limit=config.env.time_limit,
+    )
     try:
         with Progress("warm start: play", len(tasks), "episode") as progress:
             for episode in episodes:

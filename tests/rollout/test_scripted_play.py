@@ -69,11 +69,12 @@ def test_without_an_expert_commands_are_random_and_equal_for_equal_seeds():
     assert {command for commands in first for command in commands} == {"1", "2", "3"}
 
 
-def test_an_environment_that_hangs_does_not_hang_its_caller(monkeypatch):
-    monkeypatch.setattr(requirements, "LIMIT", 0.2)
+@pytest.mark.parametrize(("time_limit", "waited"), [(None, "0.3 s"), (0.2, r"0.2 s \(env.time_limit\)")])
+def test_an_environment_that_hangs_does_not_hang_its_caller(time_limit, waited, monkeypatch):
+    monkeypatch.setattr(requirements, "LIMIT", 0.3)
     monkeypatch.setattr(Count, "step", lambda self, action: time.sleep(60))
-    with pytest.raises(ValueError, match=r"^task 3 cannot be played: Hangs: step\('1'\) gives no answer in 0.2 s; see why"):
-        list(play(Count, [3], noise=0.0, history_length=1, seed=0))
+    with pytest.raises(ValueError, match=rf"^task 3 cannot be played: Hangs: step\('1'\) gives no answer in {waited}; see why"):
+        list(play(Count, [3], noise=0.0, history_length=1, seed=0, time_limit=time_limit))
 
 
 def test_what_cannot_be_played_is_said_in_a_line(monkeypatch):
