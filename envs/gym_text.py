@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hgpo_jax.envs import user_code
-from hgpo_jax.envs.cli import one_line
+from hgpo_jax.envs.command_line import one_line
 
 MINIGRID = ("BabyAI-", "MiniGrid-")  # prefixes of the ids of its levels
 

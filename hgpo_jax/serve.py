@@ -22,7 +22,7 @@ import jax
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.mesh import make_mesh

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hgpo_jax import config as configuration
-from hgpo_jax.envs import cli
-from hgpo_jax.envs.cli import Parser
+from hgpo_jax.envs import command_line
+from hgpo_jax.envs.command_line import Parser
 from hgpo_jax.utils import errors
 from hgpo_jax.utils.files import is_remote
 
@@ -138,7 +138,7 @@ REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, e
 def run(main: Callable[[], None]) -> None:
     """Runs a command; a ConfigError becomes one line on standard error and exit code 2, a RunError or a full disk 1."""
     try:
-        cli.run(main, (errors.ConfigError,))
+        command_line.run(main, (errors.ConfigError,))
     except errors.RunError as error:
         message = str(error)
     except OSError as error:
@@ -147,5 +147,5 @@ def run(main: Callable[[], None]) -> None:
         message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
     else:
         return
-    print(f"error: {cli.one_line(message)}", file=sys.stderr)
+    print(f"error: {command_line.one_line(message)}", file=sys.stderr)
     sys.exit(1)

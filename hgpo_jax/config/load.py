@@ -10,7 +10,7 @@ import pydantic
 import yaml
 
 from hgpo_jax.config.schema import Config, fields, literals, role_fields
-from hgpo_jax.envs.cli import nearest
+from hgpo_jax.envs.command_line import nearest
 from hgpo_jax.utils.errors import ConfigError, one_line
 
 CONFIGS = Path(__file__).parents[1] / "configs"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pydantic
 
 from hgpo_jax.config.section import Section, field
-from hgpo_jax.envs.cli import nearest
+from hgpo_jax.envs.command_line import nearest
 
 
 class RoleConfig(Section):

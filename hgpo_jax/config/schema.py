@@ -14,7 +14,7 @@ from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfi
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.section import CONTROL, Positive, Section, Share, field
 from hgpo_jax.envs import user_code
-from hgpo_jax.envs.cli import nearest
+from hgpo_jax.envs.command_line import nearest
 from hgpo_jax.utils.files import CACHE_DIR, check_scheme, is_remote
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # not allowed in the text of an option

@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.algorithms import Method
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
+from hgpo_jax.learner.methods import Method
 from hgpo_jax.policy import ModelConfig, lora, network
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.policy.placement import cast

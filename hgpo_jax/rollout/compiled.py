@@ -190,7 +190,7 @@ def on_shards(method, program, env, mesh: Mesh | AbstractMesh):
 class Program:
     """The computation of one index of the `data` axis; the devices of its `fsdp` axis share a decode batch.
 
-    Prompts consist of the environment's words, and so do answers; `device_text.py` is the version for free text.
+    Prompts consist of the environment's words, and so do answers; `compiled_chat_prompts.py` is the version for free text.
     """
 
     env: Any

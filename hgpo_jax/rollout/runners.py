@@ -20,7 +20,7 @@ from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, parse_answer, replay
-from hgpo_jax.rollout.compiled_text import CompiledTextRollout
+from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of
 from hgpo_jax.rollout.environments import Environment, backend
 from hgpo_jax.rollout.episodes import Episodes

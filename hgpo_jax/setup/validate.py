@@ -9,7 +9,7 @@ from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
-from hgpo_jax.learner.algorithms import METHODS, Method, method_named
+from hgpo_jax.learner.methods import METHODS, Method, method_named
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, environment, role_names
 from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function

@@ -17,9 +17,9 @@ from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
+from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import (
     aggregation,

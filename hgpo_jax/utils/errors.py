@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # The environments are also used without hgpo_jax, so these functions are defined there.
-from hgpo_jax.envs.cli import one_line, printable
+from hgpo_jax.envs.command_line import one_line, printable
 
 __all__ = ["ConfigError", "RunError", "one_line", "printable"]
 

@@ -18,7 +18,7 @@ from hgpo_jax.rollout.compiled import make_rollout
 from hgpo_jax.rollout.compiled_prompts import build_prompt
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.rollout.word_format import WordFormat
+from hgpo_jax.rollout.word_prompts import WordFormat
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.agreement import assert_same
 from tests.helpers.tiny import mesh_of
