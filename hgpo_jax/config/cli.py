@@ -121,14 +121,14 @@ def add_distributed(p: argparse.ArgumentParser) -> None:
     )
 
 
-def given_fields(args) -> dict:
-    """Returns the fields that --config, --mesh and the overrides set, as `config.given` does. Raises ConfigError."""
+def read_fields(args) -> dict:
+    """Returns the fields that --config, --mesh and the overrides set, as `config.read_fields` does. Raises ConfigError."""
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
-    return configuration.given(args.config, [*args.overrides, *mesh])
+    return configuration.read_fields(args.config, [*args.overrides, *mesh])
 
 
 def load_config(args) -> configuration.Config:
-    return configuration.resolve(given_fields(args))
+    return configuration.resolve(read_fields(args))
 
 
 # Failures of the disk or of permissions, not errors of the program.

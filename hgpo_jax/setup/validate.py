@@ -128,7 +128,7 @@ def _check_unread(env: EnvConfig, entry: Environment, played: Backend) -> None:
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
 
 
-def check_given(config: Config, overrides: Sequence[str]) -> None:
+def check_overrides(config: Config, overrides: Sequence[str]) -> None:
     """Rejects an override that has no effect in this configuration. Raises ConfigError.
 
     A file is not checked: it may hold fields for one of several methods, such as a critic's settings, or overridden ones.

@@ -12,7 +12,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.trainer.checkpoint import newest_intact
 from hgpo_jax.trainer.metrics import read_metrics
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, excerpt
 
 # Fields that may differ when a run is resumed: they do not affect learning.
 FREE_TO_CHANGE = (
@@ -139,7 +139,7 @@ def began_with(folder: Path) -> dict:
     if not isinstance(old, dict):
         raise ConfigError(f"{file}: is damaged: expected the fields of a run; {HOW_TO_REPAIR}")
     try:
-        old = configuration.current(old)
+        old = configuration.drop_removed(old)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     fields = Config().model_dump(mode="json")
@@ -150,7 +150,7 @@ def began_with(folder: Path) -> dict:
         elif isinstance(given := old.get(name) or {}, dict):
             fields[name] = default | given
         else:
-            raise ConfigError(f"{file}: is damaged: {name}={configuration.shown(given)} is not a section; {HOW_TO_REPAIR}")
+            raise ConfigError(f"{file}: is damaged: {name}={excerpt(given)} is not a section; {HOW_TO_REPAIR}")
     return fields | unknown
 
 

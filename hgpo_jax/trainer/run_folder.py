@@ -50,7 +50,8 @@ def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
     """Finds the run that a command asks for.
 
     Args:
-      given: the fields that the user gave, as `config.given` returns them. A resumed run takes all others from its config.yaml.
+      given: the fields that the user gave, as `config.read_fields` returns them. A resumed run takes all others from its
+        config.yaml.
       resume: `--resume`.
       allowed: names of fields that may differ from the run's, besides those that do not affect the result.
 

@@ -245,11 +245,11 @@ def test_mistakes_are_one_line(here, overrides, message):
 
 
 def test_options_of_a_resumed_run_keep_those_that_are_not_given_again():
-    from hgpo_jax.config import given, resolve
+    from hgpo_jax.config import read_fields, resolve
 
     base = load(None, ["env.name=a:B", "env.options.size=5", "env.options.name=007"]).model_dump(mode="json")
     assert base["env"]["options"] == {"size": 5, "name": "007"}
-    assert resolve(given(None, ["env.options.size=6"]), base).env.options == {"size": 6, "name": "007"}
+    assert resolve(read_fields(None, ["env.options.size=6"]), base).env.options == {"size": 6, "name": "007"}
 
 
 PARTS = ["env.name=./rooms.py:Corridor", "method=./learning.py:plain"]
