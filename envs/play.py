@@ -25,6 +25,8 @@ from hgpo_jax.envs import command_line, user_code
 from hgpo_jax.envs.command_line import Parser, printable
 from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, TextEnv, members
 
+# Each environment is imported by its own function: some take jax, seconds to import, and others packages that may be missing.
+
 
 def household(args):
     """The household in ALFWorld's wording, and the task to play."""
@@ -96,7 +98,7 @@ def own_environment(args):
     compiled = hasattr(env, "observation_length")
     _refuse_incomplete(args.name, functools.partial(hasattr, env), members(CompiledEnv if compiled else TextEnv))
     if compiled:
-        from hgpo_jax.envs.words import Words
+        from hgpo_jax.envs.words import Words  # jax, as above
 
         env = Words(env)
     return env, args.seed % len(env) if hasattr(env, "__len__") else args.seed

@@ -18,7 +18,7 @@ def is_remote(place: str | Path) -> bool:
 
 def check_scheme(url: str) -> None:
     """Raises ValueError, in a few words, if no installed package can access such a place."""
-    import fsspec
+    import fsspec  # few runs are in a bucket
 
     scheme = url.partition("://")[0]
     try:

@@ -98,7 +98,7 @@ def _state(folder: Path) -> dict:
 
 def _open(url: str) -> tuple:
     """Returns the bucket's file system, the folder in it, and its manifest."""
-    import fsspec
+    import fsspec  # few runs are in a bucket
 
     folders = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}  # object stores have no folders
     fs, root = fsspec.core.url_to_fs(url, **folders)
