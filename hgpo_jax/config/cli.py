@@ -64,8 +64,8 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
 
 def add_trained_policy(p: argparse.ArgumentParser, **options) -> None:
     """Adds RUN|HF_FOLDER (with argparse's `options`) and the arguments of `add_config_arguments`."""
-    said = "the folder of a run that has ended, or of a Hugging Face policy"
-    p.add_argument("run", **{"metavar": "RUN|HF_FOLDER", "help": said} | options)
+    meaning = "the folder of a run that has ended, or of a Hugging Face policy"
+    p.add_argument("run", **{"metavar": "RUN|HF_FOLDER", "help": meaning} | options)
     add_config_arguments(p)
 
 

@@ -267,8 +267,8 @@ def _step(
         grad_norm=old.grad_norm + norm,
     )
     finite = jnp.isfinite(jnp.stack(jax.tree.leaves((norm, stats)))).all()
-    chosen: EpochState = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    return chosen._replace(nonfinite_steps=old.nonfinite_steps + ~finite)
+    state: EpochState = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    return state._replace(nonfinite_steps=old.nonfinite_steps + ~finite)
 
 
 def _make_sum_gradients(

@@ -50,7 +50,7 @@ def _own_tokenizer(fields: str):
         commands: set[str] = set()
         history_length, time_limit = config.rollout.history_length, config.env.time_limit
         for episode in play(make_env, tasks, noise=0.5, history_length=history_length, seed=0, time_limit=time_limit):
-            for turn, command in zip(episode.known, episode.commands, strict=True):
+            for turn, command in zip(episode.inputs, episode.commands, strict=True):
                 texts |= dict.fromkeys((*template.render(turn).splitlines(keepends=True), command, *turn.commands))
                 commands |= {command, *turn.commands}
     except (ValueError, OSError) as error:

@@ -21,7 +21,7 @@ from hgpo_jax.utils.errors import one_line
 class ScriptedEpisode(NamedTuple):
     """The inputs before each turn, the role that acts, and the player's command."""
 
-    known: list[PromptInput]
+    inputs: list[PromptInput]
     roles: list[int]
     commands: list[str]
     won: bool

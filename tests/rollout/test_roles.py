@@ -184,12 +184,12 @@ def test_a_host_rollout_asks_each_role_of_its_own_weights_and_shows_it_its_own_p
 def test_scripted_play_shows_each_role_its_own_past():
     (episode,) = scripted(Pair, [0], noise=0.0, history_length=2, seed=0)
     assert episode.commands == ["add 5", "add 1", "add 1", "add 5", "add 1", "add 1"]
-    assert [known.observation for known in episode.known] == ["at 0", "at 5", "at 6", "at 7", "at 12", "at 13"]
+    assert [turn.observation for turn in episode.inputs] == ["at 0", "at 5", "at 6", "at 7", "at 12", "at 13"]
     first, second = ("at 0", "add 5"), ("at 6", "add 1")
-    assert [known.history for known in episode.known] == [
+    assert [turn.history for turn in episode.inputs] == [
         [], [], [first], [("at 5", "add 1")], [first, second], [("at 5", "add 1"), ("at 7", "add 5")]
     ]  # fmt: skip
-    assert [known.turn for known in episode.known] == [0, 0, 1, 1, 2, 2]
+    assert [turn.turn for turn in episode.inputs] == [0, 0, 1, 1, 2, 2]
 
 
 def mine(base, **members):
