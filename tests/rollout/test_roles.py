@@ -14,7 +14,7 @@ from hgpo_jax.envs.protocol import Playable
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
-from hgpo_jax.rollout.compiled import make_rollout, replay
+from hgpo_jax.rollout.compiled import Program, make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.requirements import check_compiled, check_text, roles_of
@@ -44,8 +44,9 @@ class Relay(Ring):
 @functools.cache
 def relay():
     """A rollout in which the second role has weights of its own, and the weights."""
-    mesh, options = mesh_of("data=1"), {"history_length": 2, "decode_batch_size": 8, "end": END, "act": ACT}
-    rollout = make_rollout(Relay(), dict.fromkeys("ab", network(MODEL)), mesh, **options, policies=WEIGHTS)
+    mesh, graphdefs = mesh_of("data=1"), dict.fromkeys("ab", network(MODEL))
+    options = {"history_length": 2, "decode_batch_size": 8, "end": END, "act": ACT, "policies": WEIGHTS}
+    rollout = make_rollout(Relay(), functools.partial(Program, graphdefs=graphdefs, **options), mesh)
     return rollout, {"a": initialize(MODEL, 0, mesh), "b": initialize(MODEL, 1, mesh)}
 
 
