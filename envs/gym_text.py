@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from hgpo_jax.envs import user_code
-from hgpo_jax.envs.cli import one_line
+from hgpo_jax.envs.command_line import one_line
 
 MINIGRID = ("BabyAI-", "MiniGrid-")  # prefixes of the ids of its levels
 
@@ -253,7 +253,7 @@ def _minigrid_text(env):
     """Returns the module that describes MiniGrid's levels, if this is one."""
     if "minigrid" not in sys.modules:  # code that registers its own levels has imported it
         return None
-    from hgpo_jax.envs import minigrid_text
+    from hgpo_jax.envs import minigrid_text  # needs the optional minigrid
 
     return minigrid_text if isinstance(env.unwrapped, minigrid_text.MiniGridEnv) else None
 
@@ -286,7 +286,7 @@ def _mark_colour(match: re.Match) -> str:
 
 
 def _whole_numbers(space) -> bool:
-    from gymnasium import spaces
+    from gymnasium import spaces  # optional
 
     if isinstance(space, spaces.Tuple):
         return all(map(_whole_numbers, space.spaces))

@@ -21,9 +21,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from hgpo_jax.envs import cli, user_code
-from hgpo_jax.envs.cli import Parser, printable
+from hgpo_jax.envs import command_line, user_code
+from hgpo_jax.envs.command_line import Parser, printable
 from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, TextEnv, members
+
+# Each environment is imported by its own function: some take jax, seconds to import, and others packages that may be missing.
 
 
 def household(args):
@@ -96,7 +98,7 @@ def own_environment(args):
     compiled = hasattr(env, "observation_length")
     _refuse_incomplete(args.name, functools.partial(hasattr, env), members(CompiledEnv if compiled else TextEnv))
     if compiled:
-        from hgpo_jax.envs.words import Words
+        from hgpo_jax.envs.words import Words  # jax, as above
 
         env = Words(env)
     return env, args.seed % len(env) if hasattr(env, "__len__") else args.seed
@@ -110,9 +112,9 @@ def parser() -> Parser:
         allow_abbrev=False,
     )
     common = Parser(add_help=False)
-    seed = functools.partial(cli.whole_number, low=0)
+    seed = functools.partial(command_line.whole_number, low=0)
     common.add_argument("--seed", type=seed, default=0, metavar="N", help="which task; default 0")
-    common.add_argument("--turns", type=cli.whole_number, metavar="N", help="actions after which the game ends")
+    common.add_argument("--turns", type=command_line.whole_number, metavar="N", help="actions after which the game ends")
     games = p.add_subparsers(metavar="ENVIRONMENT", required=True, parser_class=Parser)
     add = lambda name, start: games.add_parser(name, parents=[common], help=start.__doc__, allow_abbrev=False)  # noqa: E731
 
@@ -208,4 +210,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, (ValueError, ImportError))
+    command_line.run(main, (ValueError, ImportError))

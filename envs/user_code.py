@@ -26,7 +26,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pydantic
 import yaml
 
-from hgpo_jax.envs.cli import nearest, one_line
+from hgpo_jax.envs.command_line import nearest, one_line
 
 # Groups of entry points.
 ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.rollout.environments", "hgpo_jax.estimators", "hgpo_jax.rollout.rewards"

@@ -12,7 +12,7 @@ import runpy
 import sys
 from importlib.metadata import version
 
-from hgpo_jax.envs.cli import complete, nearest, run
+from hgpo_jax.envs.command_line import complete, nearest, run
 from hgpo_jax.utils.errors import ConfigError
 
 COMMANDS = {

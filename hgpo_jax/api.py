@@ -41,7 +41,7 @@ from hgpo_jax.setup.job import build, prepare_devices
 from hgpo_jax.trainer import main
 from hgpo_jax.trainer.metrics import read_metrics
 from hgpo_jax.utils import progress
-from hgpo_jax.utils.errors import ConfigError, RunError
+from hgpo_jax.utils.errors import ConfigError, RunError, excerpt
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -113,7 +113,7 @@ def load_config(source: str | Path | None = None, /, **fields: Any) -> Config:
 
     Raises ConfigError for an unknown field or an invalid value.
     """
-    tree = configuration.given(None if source is None else str(source), [])
+    tree = configuration.read_fields(None if source is None else str(source), [])
     return configuration.resolve(_tree(fields), tree)
 
 
@@ -180,7 +180,9 @@ def evaluate_policy(
         if leaf in (changes.get(section, {}) if section else changes):
             raise ConfigError(f"{name}: the policy is that of {folder}; leave it out")
     tree = configuration.resolve(changes, config.model_dump(mode="json"))
-    policy_config = configuration.resolve(configuration.given(None, cli.saved_policy(folder)), tree.model_dump(mode="json"))
+    policy_config = configuration.resolve(
+        configuration.read_fields(None, cli.saved_policy(folder)), tree.model_dump(mode="json")
+    )
     with _alone(verbose), contextlib.closing(build(policy_config, prepare_devices(policy_config))) as job:
         return play_both(job, job.base_rollout_params(job.given_params))[0]
 
@@ -223,11 +225,11 @@ def _tree(fields: dict[str, Any]) -> dict[str, Any]:
         for section in sections:
             node = node.setdefault(section, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"{section}={configuration.shown(node)}: is a section; give its fields as a dict")
+                raise ConfigError(f"{section}={excerpt(node)}: is a section; give its fields as a dict")
         if isinstance(value, dict):
             before = node.get(leaf, {})
             if not isinstance(before, dict):
-                raise ConfigError(f"{name}: is given twice, as {configuration.shown(before)} and as a section")
+                raise ConfigError(f"{name}: is given twice, as {excerpt(before)} and as a section")
             node[leaf] = before | {key: _plain(one) for key, one in value.items()}
         else:
             node[leaf] = _plain(value)

@@ -22,7 +22,7 @@ import jax
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.mesh import make_mesh
@@ -97,9 +97,9 @@ def _load(args: argparse.Namespace) -> tuple[Policy, Engine]:
 
 def _serve(name: str, api: Any, engine: Engine, listening: socket.socket) -> None:
     """Compiles what requests need, and answers them until a signal comes or the engine fails."""
-    import uvicorn
+    import uvicorn  # optional
 
-    from hgpo_jax.serving.uvicorn_server import settings
+    from hgpo_jax.serving.uvicorn_server import settings  # needs it
 
     class Server(uvicorn.Server):
         def handle_exit(self, sig, frame) -> None:

@@ -48,14 +48,14 @@ def main() -> None:
         "always may",
     )
     args = p.parse_intermixed_args()  # options may be between fields
-    fields = cli.given_fields(args)
+    fields = cli.read_fields(args)
     config = configuration.resolve(fields) if args.resume == "never" else None
     # Only here: these take seconds to import, and mistakes in fields have been rejected by now.
-    from hgpo_jax.setup.validate import check_given
+    from hgpo_jax.setup.validate import check_overrides
     from hgpo_jax.trainer.main import Interrupted, dry_run, train
 
     if config:
-        check_given(config, args.overrides)
+        check_overrides(config, args.overrides)
     if args.rehearse:
         if config is None:
             raise ConfigError(f"--resume {args.resume}: a rehearsal begins anew; leave it out")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hgpo_jax.envs import cli
+from hgpo_jax.envs import command_line
 from hgpo_jax.envs.webshop.index import Index, IndexBuilder
 from hgpo_jax.envs.webshop.pages import item_page
 from hgpo_jax.envs.webshop.products import Product, read_products, search_text
@@ -208,7 +208,7 @@ def _goal_weights(goals: list[tuple[int, int, list[str]]]) -> np.ndarray:
 
 def main() -> None:
     """Builds a folder from the two files."""
-    p = cli.Parser(
+    p = command_line.Parser(
         prog="python -m hgpo_jax.envs.webshop.catalogue",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -221,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, (ValueError, ImportError))
+    command_line.run(main, (ValueError, ImportError))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from hgpo_jax.envs import cli
+from hgpo_jax.envs import command_line
 from hgpo_jax.envs.webshop.commands import click, parse, search
 from hgpo_jax.envs.webshop.pages import PAGE_SIZE
 from hgpo_jax.envs.webshop.purchase import asked_values, option_owner
@@ -109,7 +109,7 @@ def success(shop: Shop) -> dict[str, float]:
 
 
 def main() -> None:
-    p = cli.Parser(
+    p = command_line.Parser(
         prog="python -m hgpo_jax.envs.webshop.oracle", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz, or a built folder")
@@ -120,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main, (ValueError, ImportError))
+    command_line.run(main, (ValueError, ImportError))

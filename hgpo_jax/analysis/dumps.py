@@ -15,8 +15,8 @@ from hgpo_jax import advantages
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import ESTIMATORS, Estimate
 from hgpo_jax.config import Config
-from hgpo_jax.learner import algorithms
-from hgpo_jax.learner.algorithms import estimator_options
+from hgpo_jax.learner import methods
+from hgpo_jax.learner.methods import estimator_options
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import BLANK, END, PAD
 from hgpo_jax.rollout.environments import role_names
@@ -49,13 +49,13 @@ class Dump:
     @property
     def estimator(self) -> str:
         """The estimator that the run trained with."""
-        return algorithms.method_named(self.config.method).estimator
+        return methods.method_named(self.config.method).estimator
 
     @property
     def estimators(self) -> tuple[str, ...]:
         """The estimators that need only a dump; the run's own first, if it is one of them (`gae` needs values)."""
         # With one role, comparing roles is comparing everything.
-        held = algorithms.AVAILABLE_ARRAYS - (set() if len(self.roles) > 1 else {"agents"})
+        held = methods.AVAILABLE_ARRAYS - (set() if len(self.roles) > 1 else {"agents"})
         needed = {name: set(advantages.parameters(name)[0]) for name in ESTIMATORS}
         able = [name for name in needed if held | ({"agents"} if name == self.estimator else set()) >= needed[name]]
         return tuple(sorted(able, key=lambda name: name != self.estimator))
@@ -69,7 +69,7 @@ class Dump:
         """
         name, e = name or self.estimator, self.episodes
         arrays, _ = advantages.parameters(name)
-        available = {array: getattr(e, array) for array in arrays if array in algorithms.AVAILABLE_ARRAYS}
+        available = {array: getattr(e, array) for array in arrays if array in methods.AVAILABLE_ARRAYS}
         settings = available | estimator_options(self.config, name) | options
         record = advantages.estimate(
             name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **settings

@@ -17,7 +17,7 @@ import numpy as np
 
 from hgpo_jax.advantages import estimate
 from hgpo_jax.bench.limits import row, timed
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 
 GROUP_SIZE, STEPS = 8, 50
 TRAJECTORIES = (128, 1280, 20_000)

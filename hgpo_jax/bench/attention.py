@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.bench import limits, policies
 from hgpo_jax.bench.limits import row
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.policy.attention import attend_all
 
 SEGMENTS = 4  # of a packed row

@@ -29,7 +29,7 @@ from hgpo_jax.config import PolicyConfig
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.alfworld.game import load_game
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.envs.webshop.catalogue import Catalogue, build
 from hgpo_jax.envs.webshop.commands import click
 from hgpo_jax.envs.webshop.products import read_products

@@ -29,12 +29,12 @@ from hgpo_jax.bench import duration, limits
 from hgpo_jax.bench.update import learner_step, random_batch
 from hgpo_jax.config import Config, cli
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.methods import method_named
 from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import load_tokenizer
-from hgpo_jax.rollout.compiled_text import CompiledTextRollout
+from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
 from hgpo_jax.rollout.environments import backend, environment, max_turns
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.sampling.continuous_batching import SlotPrograms

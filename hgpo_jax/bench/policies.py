@@ -8,7 +8,7 @@ import importlib.util
 from collections.abc import Sequence
 
 from hgpo_jax.config import Config
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.policy import shardings
 from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.presets import FAMILIES, preset

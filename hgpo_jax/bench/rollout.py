@@ -21,7 +21,7 @@ from hgpo_jax.bench import limits, policies
 from hgpo_jax.bench.limits import row
 from hgpo_jax.bench.made_up import MadeUp
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt

@@ -17,7 +17,7 @@ import numpy as np
 
 from hgpo_jax.bench import limits, policies
 from hgpo_jax.bench.limits import row
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler

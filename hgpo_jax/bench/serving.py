@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from hgpo_jax.bench.limits import row, timed
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.mesh import make_mesh

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from hgpo_jax.bench import duration, limits
 from hgpo_jax.bench.limits import row
 from hgpo_jax.config import cli
-from hgpo_jax.envs.cli import whole_number
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.rollout.environments import max_turns
 from hgpo_jax.setup import memory
 from hgpo_jax.setup.job import Job, build

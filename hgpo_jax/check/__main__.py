@@ -23,7 +23,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.check import compiled, text
 from hgpo_jax.check.statistics import GROUP, table, warnings
 from hgpo_jax.config import Config, cli
-from hgpo_jax.envs.cli import printable, whole_number
+from hgpo_jax.envs.command_line import printable, whole_number
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template

@@ -47,14 +47,14 @@ def shape_faults(env, expert, task, history_length: int) -> list[str]:
         if before.keys() != after.keys():
             faults.append("step(state, action): its state has other fields than that of reset; return the same")
         for path in (path for path in before if after.get(path, before[path]) != before[path]):
-            told = f"state{path} becomes {after[path]}; leave it {before[path]}, as reset made it"
-            faults.append(f"step(state, action): {told}")
+            message = f"state{path} becomes {after[path]}; leave it {before[path]}, as reset made it"
+            faults.append(f"step(state, action): {message}")
     for name, kind in {"goal": f"i32[{G}]", "won": "bool[]", "truncated": "bool[]", "role": "i32[]"}.items():
         if hasattr(env, name):
             call(f"{name}(state)", getattr(env, name), state, **{name: kind})
     if isinstance(env, OwnPrompts):
-        prompt, past = functools.partial(env.prompt, act=1), (ids(G), ids(K, O), ids(K, A), observation)
-        call("prompt(...)", prompt, state, *past, prompt=f"i32[{env.prompt_slots(K)}]", length="i32[]")
+        prompt, arguments = functools.partial(env.prompt, act=1), (ids(G), ids(K, O), ids(K, A), observation)
+        call("prompt(...)", prompt, state, *arguments, prompt=f"i32[{env.prompt_slots(K)}]", length="i32[]")
     if expert is not None:
         action = f"i32[{A}]"
         call("random_action(state, key)", functools.partial(expert.random_action, env), state, key, action=action)
@@ -159,8 +159,8 @@ def make_play(env, acting: Sequence[Player], history_length: int):
         return record
 
     def episodes(tables, tasks, keys):
-        played = functools.partial(episode, env if tables is None else env.bound(tables))
-        return jax.vmap(jax.vmap(played, (0, 0, None)), (None, 0, 0))(tasks, keys, jnp.arange(len(acting)))
+        play_episode = functools.partial(episode, env if tables is None else env.bound(tables))
+        return jax.vmap(jax.vmap(play_episode, (0, 0, None)), (None, 0, 0))(tasks, keys, jnp.arange(len(acting)))
 
     return jax.jit(episodes)
 
@@ -212,16 +212,16 @@ def _difference(first: dict, second: dict, player: str) -> Iterator[tuple[str, s
         "step(state, action): answers the same action in the same state differently": answers,
     }
     for t in range(first["mask"].shape[1]):
-        for told, names in parts.items():
+        for fault, names in parts.items():
             if not all(np.array_equal(first[name][:, t], second[name][:, t], equal_nan=True) for name in names):
-                yield "differs", f"{told}; draw everything random from the key, with jax.random"
+                yield "differs", f"{fault}; draw everything random from the key, with jax.random"
                 return
 
 
 def _value_faults(env, record: dict, slots: int) -> Iterator[tuple[str, str]]:
     """Yields what no rollout should meet."""
     mask, reward, longest = record["mask"], record["reward"], record["prompt"][record["mask"]].max()
-    for told, indices, (what, names) in (
+    for fault, indices, (what, names) in (
         ("goal(state): the goal has the id", record["goal"], ("words", env.words)),
         ("step(state, action): an observation has the id", record["seen"], ("words", env.words)),
         ("reset(key): an observation has the id", record["observation"][:, 0], ("words", env.words)),
@@ -230,22 +230,22 @@ def _value_faults(env, record: dict, slots: int) -> Iterator[tuple[str, str]]:
     ):
         wrong = indices[(indices < 0) | (indices >= len(names))]
         if wrong.size:
-            yield told, f"{told} {wrong[0]}; make it the index of one of the {len(names)} {what}"
+            yield fault, f"{fault} {wrong[0]}; make it the index of one of the {len(names)} {what}"
     broken = ~np.isfinite(reward)
     if (broken & mask).any():
         yield "reward", f"step(state, action): a reward is {reward[broken & mask][0]}; make it a finite number"
     elif (broken & ~mask).any():
         yield "reward", f"step(state, action): after the end a reward is {reward[broken][0]}; keep it finite"
     if mask[:, -1].any():
-        told = f"an episode goes on after max_turns={env.max_turns} actions; count them, and return done"
-        yield "end", f"step(state, action): {told}"
+        fault = f"an episode goes on after max_turns={env.max_turns} actions; count them, and return done"
+        yield "end", f"step(state, action): {fault}"
     if longest > slots:
         yield "prompt", f"prompt(...): is {longest} tokens long; prompt_slots(history_length) says at most {slots}"
     try:
         text = env.decode(record["observation"][0, 0])
     except Exception as error:  # any error of the environment
-        told = f"decode(ids): fails with {type(error).__name__}: {error!s:.200}; give text for any words"
-        yield "decode", one_line(told)
+        fault = f"decode(ids): fails with {type(error).__name__}: {error!s:.200}; give text for any words"
+        yield "decode", one_line(fault)
     else:
         if not isinstance(text, str):
             yield "decode", f"decode(ids): returns a {type(text).__name__}; return text"
@@ -257,8 +257,8 @@ def _player_faults(env, record: dict, player: str) -> Iterator[tuple[str, str]]:
     refused = record["invalid"] & mask
     if refused.any():
         action = " ".join(env.words[i] for i in actions[refused][0] if 0 < i < len(env.words))
-        told = f"calls invalid ({refused.sum() / mask.sum():.1%} of its actions); let both agree"
-        yield f"{player} invalid", f"{player}: gives {action!r}, which step(state, action) {told}"
+        fault = f"calls invalid ({refused.sum() / mask.sum():.1%} of its actions); let both agree"
+        yield f"{player} invalid", f"{player}: gives {action!r}, which step(state, action) {fault}"
     if ((actions[..., :-1] == 0) & (actions[..., 1:] != 0))[mask].any():
         yield f"{player} gap", f"{player}: gives an action with an empty word before others; fill its slots from the first on"
 

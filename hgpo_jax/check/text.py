@@ -45,7 +45,7 @@ class _Checked:
         self.steps += 1
         return self._answer(f"step({action!r:.80})", self._env.step, action, "(observation, commands, reward, done, info)")
 
-    def _answer(self, call: str, method: Callable, argument, wanted: str) -> EnvOutput:
+    def _answer(self, call: str, method: Callable, argument, form: str) -> EnvOutput:
         began = time.perf_counter()
         with deadline(call):
             try:
@@ -56,9 +56,9 @@ class _Checked:
         for fault in member_faults(self._env, BegunTextEnv):
             raise _Fault(fault)
         try:
-            return read_output(self._env, result, wanted.count(",") + 1)
+            return read_output(self._env, result, form.count(",") + 1)
         except (TypeError, ValueError) as error:
-            raise _Fault(one_line(f"{call}: {error}; return {wanted}, texts and finite numbers")) from None
+            raise _Fault(one_line(f"{call}: {error}; return {form}, texts and finite numbers")) from None
 
 
 def check(
@@ -122,20 +122,20 @@ def _episode_faults(outputs: list[EnvOutput], actions: list[str], max_turns: int
         yield "end", f"step(action): an episode goes on after max_turns={max_turns} actions; count them, and return done"
     for before, action, after in zip(outputs, actions, outputs[1:], strict=False):
         if before.commands and not after.admissible:
-            told = "info calls this inadmissible, but the commands before it list it; let both agree"
-            yield "inadmissible", f"step({action!r:.80}): {told}"
+            fault = "info calls this inadmissible, but the commands before it list it; let both agree"
+            yield "inadmissible", f"step({action!r:.80}): {fault}"
     for command in (command for output in outputs for command in output.commands):
         if "\n" in command:
             yield "unread", f"commands: {command!r:.80} has a line break, and prompts list one a line; leave it out"
         if find_action(f"<action>{command}</action>", len(command))[0] != command:
-            told = "is read from no answer: blanks at its ends and tags get lost; leave them out"
-            yield "unread", f"commands: {command!r:.80} {told}"
+            fault = "is read from no answer: blanks at its ends and tags get lost; leave them out"
+            yield "unread", f"commands: {command!r:.80} {fault}"
 
 
 def _replay_faults(make: Callable, used: _Checked, task: int, outputs, actions) -> Iterator[tuple[str, str]]:
-    for told, again in _replays(make, used, task, actions):
-        if seen := _difference(outputs, again):
-            yield told, told.format(task=task, seen=seen)
+    for fault, again in _replays(make, used, task, actions):
+        if difference := _difference(outputs, again):
+            yield fault, fault.format(task=task, diff=difference)
             return
     if outputs[0].commands and used.step(NONSENSE).admissible:
         yield "admissible", f"step({NONSENSE!r}): info calls it admissible, and the commands do not list it; say False"
@@ -147,21 +147,21 @@ def _replays(make: Callable, used: _Checked, task: int, actions: list[str]) -> I
     used: an environment that has played other episodes before. It is left in the task's beginning.
     """
     again, _ = _play(_Checked(make()), task, _script(actions))
-    told = "reset(task), step(action): a second play of task {task} differs ({seen}); draw everything random from the task"
-    yield told, again
+    fault = "reset(task), step(action): a second play of task {task} differs ({diff}); draw everything random from the task"
+    yield fault, again
     _play(used, task, _script(actions[::-1]))  # to leave some state behind
     after, _ = _play(used, task, _script(actions))
-    yield "reset(task): something of earlier episodes is left in task {task} ({seen}); set everything anew", after
+    yield "reset(task): something of earlier episodes is left in task {task} ({diff}); set everything anew", after
     with contextlib.suppress(_Fault):  # a step after the end may do anything but touch the next episode
         used.step(actions[-1])
-    begun = used.reset(task)
-    yield "reset(task): a step after the end of an episode changes the next one ({seen}); set everything anew", [begun]
+    beginning = used.reset(task)
+    yield "reset(task): a step after the end of an episode changes the next one ({diff}); set everything anew", [beginning]
 
 
 def _script(actions: list[str]) -> Callable[[list[str]], str]:
     """Returns a player that performs these actions, then repeats the last one."""
-    left = iter(actions)
-    return lambda commands: next(left, actions[-1] if actions else "")
+    remaining = iter(actions)
+    return lambda commands: next(remaining, actions[-1] if actions else "")
 
 
 def _difference(first: list[EnvOutput], second: list[EnvOutput]) -> str:
@@ -175,10 +175,10 @@ def _difference(first: list[EnvOutput], second: list[EnvOutput]) -> str:
 
 def _as_play(episodes: dict[int, Episode], lengths: list[int], max_turns: int, state_key: str) -> Play:
     plays = list(episodes.values())
-    seen = [[output.observation for output in outputs] for outputs, _ in plays]
+    observations = [[output.observation for output in outputs] for outputs, _ in plays]
     ends = [outputs[-1] for outputs, _ in plays]
     mask = np.arange(max_turns) < np.array([len(actions) for _, actions in plays])[:, None]
-    texts = [text for row in seen for text in row[:-1]]
+    texts = [text for row in observations for text in row[:-1]]
     number: dict[str, int] = {}
 
     def placed(steps: np.ndarray | list) -> np.ndarray:
@@ -196,7 +196,7 @@ def _as_play(episodes: dict[int, Episode], lengths: list[int], max_turns: int, s
         groups=np.array(list(episodes)) // GROUP,
         rewards=np.array([sum(output.reward for output in outputs) for outputs, _ in plays]),
         says_truncated=any(end.truncated is not None for end in ends),
-        counts=not state_key and _counts(seen),
+        counts=not state_key and _counts(observations),
     )
 
 

@@ -5,21 +5,10 @@ Every field has a description (`--help` prints it), its valid values, and a defa
 """
 
 from hgpo_jax.config.describe import COMMON, completions, describe
+from hgpo_jax.config.earlier_fields import REMOVED, drop_removed
 from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig, OptimizerConfig
-from hgpo_jax.config.load import (
-    CONFIGS,
-    REMOVED,
-    SHORT,
-    current,
-    dump,
-    given,
-    load,
-    named_files,
-    parse_value,
-    read_yaml,
-    resolve,
-    shown,
-)
+from hgpo_jax.config.load import CONFIGS, dump, load, named_files, read_fields, read_yaml, resolve
+from hgpo_jax.config.overrides import SHORT
 from hgpo_jax.config.roles import RoleConfig
 from hgpo_jax.config.schema import (
     OPEN,
@@ -59,16 +48,14 @@ __all__ = [
     "RolloutConfig",
     "Section",
     "completions",
-    "current",
     "describe",
+    "drop_removed",
     "dump",
     "fields",
-    "given",
     "load",
     "named_files",
-    "parse_value",
+    "read_fields",
     "read_yaml",
     "resolve",
     "role_fields",
-    "shown",
 ]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hgpo_jax import config as configuration
-from hgpo_jax.envs import cli
-from hgpo_jax.envs.cli import Parser
+from hgpo_jax.envs import command_line
+from hgpo_jax.envs.command_line import Parser
 from hgpo_jax.utils import errors
 from hgpo_jax.utils.files import is_remote
 
@@ -64,8 +64,8 @@ def add_config_arguments(p: argparse.ArgumentParser) -> None:
 
 def add_trained_policy(p: argparse.ArgumentParser, **options) -> None:
     """Adds RUN|HF_FOLDER (with argparse's `options`) and the arguments of `add_config_arguments`."""
-    said = "the folder of a run that has ended, or of a Hugging Face policy"
-    p.add_argument("run", **{"metavar": "RUN|HF_FOLDER", "help": said} | options)
+    meaning = "the folder of a run that has ended, or of a Hugging Face policy"
+    p.add_argument("run", **{"metavar": "RUN|HF_FOLDER", "help": meaning} | options)
     add_config_arguments(p)
 
 
@@ -121,14 +121,14 @@ def add_distributed(p: argparse.ArgumentParser) -> None:
     )
 
 
-def given_fields(args) -> dict:
-    """Returns the fields that --config, --mesh and the overrides set, as `config.given` does. Raises ConfigError."""
+def read_fields(args) -> dict:
+    """Returns the fields that --config, --mesh and the overrides set, as `config.read_fields` does. Raises ConfigError."""
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
-    return configuration.given(args.config, [*args.overrides, *mesh])
+    return configuration.read_fields(args.config, [*args.overrides, *mesh])
 
 
 def load_config(args) -> configuration.Config:
-    return configuration.resolve(given_fields(args))
+    return configuration.resolve(read_fields(args))
 
 
 # Failures of the disk or of permissions, not errors of the program.
@@ -138,7 +138,7 @@ REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, e
 def run(main: Callable[[], None]) -> None:
     """Runs a command; a ConfigError becomes one line on standard error and exit code 2, a RunError or a full disk 1."""
     try:
-        cli.run(main, (errors.ConfigError,))
+        command_line.run(main, (errors.ConfigError,))
     except errors.RunError as error:
         message = str(error)
     except OSError as error:
@@ -147,5 +147,5 @@ def run(main: Callable[[], None]) -> None:
         message = f"{f'{error.filename}: ' if error.filename else ''}{error.strerror}"
     else:
         return
-    print(f"error: {cli.one_line(message)}", file=sys.stderr)
+    print(f"error: {command_line.one_line(message)}", file=sys.stderr)
     sys.exit(1)

@@ -39,14 +39,14 @@ COMMON = (
 def describe(names: Iterable[str] | None = None) -> str:
     """Describes fields with defaults and meanings, by section: the named ones, or all, with a description of each section."""
     lines: list[str] = []
-    section, known = None, fields() | role_fields("NAME")
-    for name in sorted(known, key=lambda name: "." in name) if names is None else names:  # the run's own fields first
+    section, all_fields = None, fields() | role_fields("NAME")
+    for name in sorted(all_fields, key=lambda name: "." in name) if names is None else names:  # the run's own fields first
         head = name.rpartition(".")[0]
         if head != section:
             of = RoleConfig if head == "roles.NAME" else Config.model_fields[head].annotation if head else Config
             about = (of.__doc__ or "").strip()
             lines += ["", f"{head}: {about}" if head else about] if names is None else [""]
-        section, info = head, known[name]
+        section, info = head, all_fields[name]
         default = ",".join(info.default) if isinstance(info.default, tuple | dict) else info.default
         text = f"{info.description}{_choices(name, info.annotation)}"
         start = f"  {name}={default}"
@@ -60,9 +60,9 @@ def describe(names: Iterable[str] | None = None) -> str:
 
 def completions(typed: str) -> list[str]:
     """Completes a partly typed `field=value`: returns matching fields, or the values of a field that has choices."""
-    name, given, _ = typed.partition("=")
-    if not given:
-        return [f"{known}=" for known in fields() if known.startswith(typed)]
+    name, equals, _ = typed.partition("=")
+    if not equals:
+        return [f"{field}=" for field in fields() if field.startswith(typed)]
     info = fields().get(name)
     if info is None:
         return []

@@ -17,11 +17,11 @@ def roles_by_policy(config: Config, roles: Sequence[str]) -> dict[str, tuple[str
 
     Where roles have policies of their own, a policy is named by its roles, as in `searcher` or `carrier+cook`.
     """
-    own = {role for role, settings in config.roles.items() if settings.has_weights}
-    if not own:
+    separate = {role for role, settings in config.roles.items() if settings.has_weights}
+    if not separate:
         return {SHARED: tuple(roles)}
-    shared = tuple(role for role in roles if role not in own)
-    groups = [(role,) if role in own else shared for role in roles]
+    shared = tuple(role for role in roles if role not in separate)
+    groups = [(role,) if role in separate else shared for role in roles]
     return {"+".join(group): group for group in groups}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pydantic
 
 from hgpo_jax.config.section import Section, field
-from hgpo_jax.envs.cli import nearest
+from hgpo_jax.envs.command_line import nearest
 
 
 class RoleConfig(Section):
@@ -39,8 +39,8 @@ class RoleConfig(Section):
         return self.policy != "shared" or self.lora_rank is not None
 
 
-def unknown_role(env: str, role: str, given: RoleConfig, known: Sequence[str]) -> str:
-    """Explains that the environment of this name, with the roles `known`, has no such role, and suggests a remedy."""
-    name, value = next(iter(given.model_dump(exclude_unset=True).items()), ("policy", "shared"))
-    why = f"has no such role; {nearest(role, list(known))}" if len(known) > 1 else "has no roles; leave it out"
+def unknown_role(env: str, role: str, settings: RoleConfig, roles: Sequence[str]) -> str:
+    """Explains that the environment of this name, with these roles, has no such role, and suggests a remedy."""
+    name, value = next(iter(settings.model_dump(exclude_unset=True).items()), ("policy", "shared"))
+    why = f"has no such role; {nearest(role, list(roles))}" if len(roles) > 1 else "has no roles; leave it out"
     return f"roles.{role}.{name}={value}: env.name={env} {why}"

@@ -14,7 +14,7 @@ from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfi
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.section import CONTROL, Positive, Section, Share, field
 from hgpo_jax.envs import user_code
-from hgpo_jax.envs.cli import nearest
+from hgpo_jax.envs.command_line import nearest
 from hgpo_jax.utils.files import CACHE_DIR, check_scheme, is_remote
 
 _SURROGATE = re.compile(r"[\ud800-\udfff]")  # not allowed in the text of an option
@@ -37,8 +37,8 @@ def _is_choice(name: str, value: str) -> str:
     place, colon, attribute = value.rpartition(":")
     if value not in choices(name) and not (colon and place and attribute):
         also = [f"{user_code.GYMNASIUM}ID"] if name == "env.name" else []
-        wanted = ", ".join((*choices(name), *also, "package.module:NAME or path/to/file.py:NAME"))
-        raise ValueError(f"must be one of {wanted}; {nearest(value, list(choices(name)))}")
+        options = ", ".join((*choices(name), *also, "package.module:NAME or path/to/file.py:NAME"))
+        raise ValueError(f"must be one of {options}; {nearest(value, list(choices(name)))}")
     return value
 
 
@@ -322,8 +322,8 @@ class Config(Section):
     def _has_these_roles(self):
         """Checks the roles of built-in environments; others are checked after they are made (`setup/validate.py`)."""
         for role in self.roles if self.env.name in ENVIRONMENTS else ():
-            if role not in (known := ROLES.get(self.env.name, ())):
-                raise ValueError(unknown_role(self.env.name, role, self.roles[role], known))
+            if role not in (roles := ROLES.get(self.env.name, ())):
+                raise ValueError(unknown_role(self.env.name, role, self.roles[role], roles))
         return self
 
     @pydantic.field_validator("cache_dir")

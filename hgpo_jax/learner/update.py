@@ -22,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.algorithms import Method
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
+from hgpo_jax.learner.methods import Method
 from hgpo_jax.policy import ModelConfig, lora, network
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.policy.placement import cast
@@ -238,17 +238,20 @@ def make_update(
         nothing = _zeros(jax.eval_shape(lambda: sum_gradients(params, reference, batch, order, 0, 0)[1]))
         start = EpochState(params, opt_state, nothing, jnp.float32(0), jnp.int32(0), jnp.float32(0))
         end = jax.lax.fori_loop(0, steps, one_step, start)
-        stats = {name: losses.divide(part) for name, part in end.stats.items()}
-        stats |= {
-            "grad_norm": end.grad_norm / jnp.maximum(steps - end.nonfinite_steps, 1),
-            "optimizer_steps": steps,
-            "nonfinite_steps": end.nonfinite_steps,
-            "logp_difference": end.logp_difference,
-        }
-        return end.params, end.opt_state, stats
+        return end.params, end.opt_state, _means(end, steps)
 
     update: Update = jax.shard_map(epoch, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False)
     return update
+
+
+def _means(end: EpochState, steps: jax.Array) -> dict[str, jax.Array]:
+    """Returns what `update` reports of an epoch: means over the steps that were not skipped, and the counts of both."""
+    return {name: losses.divide(part) for name, part in end.stats.items()} | {
+        "grad_norm": end.grad_norm / jnp.maximum(steps - end.nonfinite_steps, 1),
+        "optimizer_steps": steps,
+        "nonfinite_steps": end.nonfinite_steps,
+        "logp_difference": end.logp_difference,
+    }
 
 
 def _step(
@@ -264,8 +267,8 @@ def _step(
         grad_norm=old.grad_norm + norm,
     )
     finite = jnp.isfinite(jnp.stack(jax.tree.leaves((norm, stats)))).all()
-    chosen: EpochState = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    return chosen._replace(nonfinite_steps=old.nonfinite_steps + ~finite)
+    state: EpochState = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    return state._replace(nonfinite_steps=old.nonfinite_steps + ~finite)
 
 
 def _make_sum_gradients(

@@ -143,6 +143,7 @@ def splash(q_BSHE, k_BSGE, v_BSGE, start_BS=None, interpret: bool = False):
 
     interpret: run the kernel on another backend, slowly.
     """
+    # Only here: Pallas takes long to import, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 

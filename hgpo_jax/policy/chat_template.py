@@ -192,15 +192,7 @@ class ChatFrame:
         """
         messages = messages[-1:] if self.plain else messages
         sampled = {} if self.plain else sampled or {}
-        calls = [message["tool_calls"] for message in messages if message.get("tool_calls")]
-        template = self._template(tools)
-        if tools and "tools" not in template:
-            raise ValueError("tools: this policy's chat template does not show any; leave them out")
-        if calls and "tool_calls" not in template:
-            raise ValueError("tool_calls: this policy's chat template does not show any; leave them out")
-        for field, values in (("tools", list(tools)), ("tool_calls", calls)):
-            if spelled := self.text.marker_in(json.dumps(values, ensure_ascii=False)):
-                raise ValueError(f"{field}: {spelled!r} is a token of its own in this policy's vocabulary; write it otherwise")
+        self._check_tools(tools, [message["tool_calls"] for message in messages if message.get("tool_calls")])
         mark = f"message-{secrets.token_hex(8)}-"  # unpredictable, so no message can contain it
         contents, thoughts, marked = dict[int, str](), dict[int, str](), list[dict[str, Any]]()
         for number, message in enumerate(messages):
@@ -235,6 +227,15 @@ class ChatFrame:
         for run, token in zip(self.text.encode(runs), [*tokens, []], strict=True):
             ids += [*run, *token]
         return ids
+
+    def _check_tools(self, tools: Sequence[dict[str, Any]], calls: list) -> None:
+        """Raises ValueError if the template leaves out tools or their calls, or if they spell a token."""
+        template = self._template(tools)
+        for field, values in (("tools", list(tools)), ("tool_calls", calls)):
+            if values and field not in template:
+                raise ValueError(f"{field}: this policy's chat template does not show any; leave them out")
+            if token := self.text.marker_in(json.dumps(values, ensure_ascii=False)):
+                raise ValueError(f"{field}: {token!r} is a token of its own in this policy's vocabulary; write it otherwise")
 
     def _template(self, tools: Sequence[dict[str, Any]] = ()) -> str:
         """Returns the template with the date filled in."""

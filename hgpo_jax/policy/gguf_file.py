@@ -29,7 +29,7 @@ class Entry:
 
     def dequantize(self) -> np.ndarray:
         """Returns the tensor as f32[shape]. Raises ValueError for a type that the `gguf` package cannot read."""
-        import gguf
+        import gguf  # optional
 
         kind = gguf.GGMLQuantizationType(self.type)
         try:
@@ -102,7 +102,7 @@ class GgufFile:
         return name, shape, self._number("<u4"), self._number("<u8")
 
     def _entry(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> Entry:
-        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType  # optional
 
         if kind not in GGML_QUANT_SIZES:
             raise ValueError(f"holds {name:.100} of type {kind}, which the gguf package does not know")

@@ -25,7 +25,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
         return Path(folder)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(folder)):
         raise ValueError(f"policy {folder}: no such folder")
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download  # takes seconds to import, and folders need no hub
 
     patterns = ["model*.safetensors", "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
     try:

@@ -85,7 +85,7 @@ def embedding_rows(tokens: int) -> int:
 
 def read_tokenizer(name: str):
     """Reads the tokenizer of a folder or hub id, with the data of `generation_of`. Raises ValueError, in one line."""
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer  # takes seconds to import, and many commands need no tokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -105,7 +105,7 @@ def _read_generation(name: str) -> dict[str, Any]:
     file = Path(name, GENERATION)
     try:
         if not Path(name).is_dir():
-            from huggingface_hub import hf_hub_download
+            from huggingface_hub import hf_hub_download  # folders need no hub
             from huggingface_hub.errors import EntryNotFoundError
 
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -13,7 +15,8 @@ def embedding_lookup(table, tokens):
     """Looks up rows of a table [V, D] that is split over the vocabulary, i32[B, S] -> [B, S, D].
 
     Every device looks up all tokens in its own part, and the parts are added: the table stays in place. The compiler alone may
-    gather a table, and aborts for one that two mesh axes split inside a shard_map over a third.
+    gather a table, and aborts for one that two mesh axes split inside a shard_map over a third. Rows of tokens that the other
+    axes of a batch do not divide are looked up by all of them.
     """
     axes = auto_axes("vocab")
     if not axes:
@@ -25,7 +28,11 @@ def embedding_lookup(table, tokens):
         embeddings = jnp.take(shard, jnp.where(inside, local, 0), axis=0)
         return jax.lax.psum(jnp.where(inside[..., None], embeddings, 0), axes)
 
-    rows = PartitionSpec(tuple(axis for axis in auto_axes("batch") if axis not in axes) or None)
+    mesh = jax.sharding.get_abstract_mesh()
+    batch_axes = tuple(axis for axis in auto_axes("batch") if axis not in axes)
+    if tokens.shape[0] % math.prod(mesh.shape[axis] for axis in batch_axes):
+        batch_axes = ()
+    rows = PartitionSpec(batch_axes or None)
     # Over all axes: if one were left to the compiler, the sum would carry a sharding, with which XLA's CPU compiler aborts for
     # bfloat16. `check_vma` stays true, so that the backward pass does not add the same gradients of all devices.
     lookup = jax.shard_map(lookup_in_shard, in_specs=(PartitionSpec(axes), rows), out_specs=rows, axis_names=all_auto_axes())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -67,17 +67,7 @@ def parse_answer(response, length, end: int, answer_length: int):
     return words, ended
 
 
-def make_rollout(
-    env,
-    graphdefs: dict[str, Any],
-    mesh: Mesh,
-    *,
-    history_length: int,
-    decode_batch_size: int,
-    end: int,
-    act: int,
-    policies: tuple[str, ...] = (SHARED,),
-):
+def make_rollout(env, program: Callable[..., Program], mesh: Mesh):
     """Builds `rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes`, jitted.
 
     It takes tasks [B] (random keys or, if the environment has a list of games, game numbers), keys [B] or [B, 2], random keys
@@ -86,26 +76,13 @@ def make_rollout(
 
     Args:
       env: a compiled environment such as `hgpo_jax.envs.household.Household` or `hgpo_jax.envs.sokoban.Sokoban`.
-      graphdefs: {name of a policy: graph definition of the `Qwen2` whose parameters are passed}.
+      program: a partial `Program`, which lacks `env` and `fsdp`.
       mesh: episodes are split over its `data` axis; data x fsdp must divide their number.
-      history_length: K, observation-action pairs in a prompt.
-      decode_batch_size: episodes that each device decodes at a time; rounded down to a divisor of its number of episodes.
-      end, act: token ids of the end of a response and of the mark that asks for one.
-      policies: the name of each role's policy.
 
     Raises:
       ValueError: the environment lacks something (`requirements.py`).
     """
     check_compiled(env, Playable)
-    program = functools.partial(
-        Program,
-        graphdefs=graphdefs,
-        decode_batch_size=decode_batch_size,
-        history_length=history_length,
-        end=end,
-        act=act,
-        policies=policies,
-    )
     play_shards = on_shards(Program.play, program, env, mesh)
 
     def rollout(params, tasks, keys, groups, decoding, tables=None) -> Episodes:
@@ -119,31 +96,12 @@ def make_rollout(
     return jax.jit(rollout)
 
 
-def make_continuations(
-    env,
-    graphdefs: dict[str, Any],
-    mesh: Mesh,
-    *,
-    history_length: int,
-    decode_batch_size: int,
-    end: int,
-    act: int,
-    policies: tuple[str, ...] = (SHARED,),
-):
+def make_continuations(env, program: Callable[..., Program], mesh: Mesh):
     """Builds `go_on(params, states, keys, decoding, tables=None) -> f32[B, T]`, jitted: the rewards of episodes that begin in
     the middle, in `states`, an `EpisodeState` [B], for example from `replay`; an episode that has ended has no rewards.
 
     Arguments as in `make_rollout`.
     """
-    program = functools.partial(
-        Program,
-        graphdefs=graphdefs,
-        decode_batch_size=decode_batch_size,
-        history_length=history_length,
-        end=end,
-        act=act,
-        policies=policies,
-    )
     play_on = on_shards(Program.play_on, program, env, mesh)
     return jax.jit(lambda params, states, keys, decoding, tables=None: play_on(tables, params, states, keys, decoding))
 
@@ -190,7 +148,13 @@ def on_shards(method, program, env, mesh: Mesh | AbstractMesh):
 class Program:
     """The computation of one index of the `data` axis; the devices of its `fsdp` axis share a decode batch.
 
-    Prompts consist of the environment's words, and so do answers; `device_text.py` is the version for free text.
+    Prompts consist of the environment's words, and so do answers; `compiled_chat_prompts.py` is the version for free text.
+
+    graphdefs: {name of a policy: graph definition of the `Qwen2` whose parameters are passed}.
+    history_length: K, observation-action pairs in a prompt.
+    decode_batch_size: episodes that each device decodes at a time; rounded down to a divisor of its number of episodes.
+    end, act: token ids of the end of a response and of the mark that asks for one.
+    policies: the name of each role's policy.
     """
 
     env: Any
@@ -200,7 +164,7 @@ class Program:
     decode_batch_size: int
     end: int = 0
     act: int = 0
-    policies: tuple[str, ...] = (SHARED,)  # the name of each role's policy
+    policies: tuple[str, ...] = (SHARED,)
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -326,8 +290,7 @@ class Program:
         # Every network whose roles have a turn here samples for all episodes; each episode keeps the sample of its own role.
         names, roles = list(models), jax.vmap(functools.partial(role_of, self.env))(states.env)
         which = jnp.array([names.index(name) for name in self.policies])[roles]
-        M, R = prompts.shape[0], self.response_slots
-        out = Responses(tokens=jnp.zeros((M, R), jnp.int32), logp=jnp.zeros((M, R)), lengths=jnp.zeros(M, jnp.int32))
+        out = self._no_responses(len(lengths))
         for number, name in enumerate(names):
             acts = (which == number) & ~states.done
 
@@ -366,30 +329,17 @@ class Program:
     def empty_record(self, states: EpisodeState) -> dict:
         """Returns zeros [B, T, ...] for the fields that a turn records."""
 
-        def turn(state: EpisodeState):
-            prompt, length, noted = self.prompt(state)
-            response = jnp.zeros(self.response_slots, jnp.int32)
-            action, well_formed, notes = self.read(response, jnp.int32(0))
-            _, _, reward, _, invalid = self.env.step(state.env, action)
-            return (
-                noted
-                | notes
-                | self.faults(well_formed, invalid)
-                | {
-                    "prompts": prompt,
-                    "prompt_lengths": length,
-                    "responses": response,
-                    "response_lengths": length,
-                    "logp": response.astype(jnp.float32),
-                    "observations": state.observation,
-                    "rewards": reward,
-                    "mask": state.done,
-                    "agents": jnp.int32(0),
-                }
-            )
+        def turn(states):
+            prompts, lengths, notes = jax.vmap(self.prompt)(states)
+            _, record = self.act_on(states, prompts, lengths, self._no_responses(len(lengths)))
+            return record | notes
 
-        shapes = jax.eval_shape(jax.vmap(turn), states)
+        shapes = jax.eval_shape(turn, states)
         return {name: jnp.zeros((a.shape[0], self.env.max_turns, *a.shape[1:]), a.dtype) for name, a in shapes.items()}
+
+    def _no_responses(self, count: int) -> Responses:
+        shape = count, self.response_slots
+        return Responses(tokens=jnp.zeros(shape, jnp.int32), logp=jnp.zeros(shape), lengths=jnp.zeros(count, jnp.int32))
 
 
 def _state_ids(observations, final, mask):

@@ -192,7 +192,7 @@ def webshop_text(config: Config) -> Makers:
     if not data:
         raise ConfigError(f"env.data=: {env.name} needs its data; give data=FOLDER")
     try:
-        from hgpo_jax.envs.webshop.text import WebshopText
+        from hgpo_jax.envs.webshop.text import WebshopText  # needs packages of the extra webshop
 
         files = webshop_files(data)
     except (ValueError, ImportError) as error:

@@ -66,13 +66,13 @@ def member_faults(env, protocol: type) -> Iterator[str]:
         elif member == "words" and value[0]:
             yield f"{name}: words begins with {value[0]!r}; put the empty word '' first, since id 0 is an empty slot"
     roles = getattr(env, "roles", ONE_ROLE)  # they name metrics
-    named = isinstance(roles, tuple | list) and all(isinstance(role, str) and role.isidentifier() for role in roles)
-    if not named or not roles or len(set(roles)) < len(roles):
+    are_names = isinstance(roles, tuple | list) and all(isinstance(role, str) and role.isidentifier() for role in roles)
+    if not are_names or not roles or len(set(roles)) < len(roles):
         yield f'{name}: roles is {roles!r:.100}; give different words, as in ("searcher", "carrier")'
     if hasattr(env, "answer_parts"):
         parts, length = env.answer_parts, getattr(env, "action_length", 0)
-        counted = isinstance(parts, tuple | list) and len(parts) == 3 and all(isinstance(n, int) and n > 0 for n in parts)
-        if not counted or sum(parts) != length:
+        are_counts = isinstance(parts, tuple | list) and len(parts) == 3 and all(isinstance(n, int) and n > 0 for n in parts)
+        if not are_counts or sum(parts) != length:
             yield f"{name}: answer_parts is {parts!r:.100}; give three numbers, {length} together"
 
 

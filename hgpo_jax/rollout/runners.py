@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.chat_prompts import ChatFormat
-from hgpo_jax.rollout.compiled import EpisodeState, make_continuations, make_rollout, parse_answer, replay
-from hgpo_jax.rollout.compiled_text import CompiledTextRollout
+from hgpo_jax.rollout.compiled import EpisodeState, Program, make_continuations, make_rollout, parse_answer, replay
+from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of
 from hgpo_jax.rollout.environments import Environment, backend
 from hgpo_jax.rollout.episodes import Episodes
@@ -89,15 +90,16 @@ class CompiledRunner:
         self._tables = None if tables is None else jax.device_put(tables, NamedSharding(mesh, PartitionSpec()))
         self.num_tasks, self.num_held_out_tasks = (len(games[stream]) if games else None for stream in ("train", "held_out"))
         self._history_length, self._end = config.rollout.history_length, tokenizer.eos_token_id
-        settings = {
-            "history_length": self._history_length,
-            "decode_batch_size": config.rollout.decode_batch_size,
-            "end": self._end,
-            "act": tokenizer.convert_tokens_to_ids(ACT),
-            "policies": policy_of_each(config, self.roles),
-        }
-        self.program = make_rollout(env, networks(models), mesh, **settings)
-        self._play_on = make_continuations(env, networks(models), mesh, **settings)
+        program = functools.partial(
+            Program,
+            graphdefs=networks(models),
+            history_length=self._history_length,
+            decode_batch_size=config.rollout.decode_batch_size,
+            end=self._end,
+            act=tokenizer.convert_tokens_to_ids(ACT),
+            policies=policy_of_each(config, self.roles),
+        )
+        self.program, self._play_on = make_rollout(env, program, mesh), make_continuations(env, program, mesh)
         self.end_tokens = (self._end,)
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:

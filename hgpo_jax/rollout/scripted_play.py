@@ -21,20 +21,20 @@ from hgpo_jax.utils.errors import one_line
 class ScriptedEpisode(NamedTuple):
     """The inputs before each turn, the role that acts, and the player's command."""
 
-    known: list[PromptInput]
+    inputs: list[PromptInput]
     roles: list[int]
     commands: list[str]
     won: bool
 
 
 def play(
-    make_env: Callable, tasks: Iterable[int], *, noise: float, history_length: int, seed: int
+    make_env: Callable, tasks: Iterable[int], *, noise: float, history_length: int, seed: int, time_limit: float | None = None
 ) -> Iterator[ScriptedEpisode]:
     """Plays an episode of each task in one environment, in this process.
 
     With probability `noise` a random command is executed instead of the player's own, which is recorded nevertheless. The play
     then also visits states that a clumsy policy gets into. An environment without a scripted player (`protocol.TextExpert`) is
-    played with random commands.
+    played with random commands. `time_limit` is that of `requirements.deadline`.
 
     Raises ValueError, in one line, for an episode that cannot be played.
     """
@@ -42,20 +42,22 @@ def play(
     for task in tasks:
         random = np.random.default_rng([seed, task])
         try:
-            yield _episode(env, task, noise, history_length, random)
+            yield _episode(env, task, noise, history_length, random, time_limit)
         except Exception as error:  # any error of an environment or its player
             raise ValueError(one_line(f"task {task} cannot be played: {type(error).__name__}: {error}")) from None
 
 
-def _episode(env, task: int, noise: float, history_length: int, random: np.random.Generator) -> ScriptedEpisode:
-    with deadline(f"reset({task})"):
+def _episode(
+    env, task: int, noise: float, history_length: int, random: np.random.Generator, time_limit: float | None
+) -> ScriptedEpisode:
+    with deadline(f"reset({task})", time_limit):
         outputs, labels = [read_output(env, env.reset(task), 2)], list[str]()
     actions: list[str] = []
     while not outputs[-1].done and len(actions) < env.max_turns:
         output = outputs[-1]
         labels.append(env.expert(history_length) if isinstance(env, TextExpert) else _random_command(output, random))
         actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
-        with deadline(f"step({actions[-1]!r:.80})"):
+        with deadline(f"step({actions[-1]!r:.80})", time_limit):
             outputs.append(read_output(env, env.step(actions[-1]), 5))
     inputs, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
     return ScriptedEpisode(inputs, roles, labels, bool(outputs[-1].won))

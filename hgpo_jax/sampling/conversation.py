@@ -102,9 +102,8 @@ class Chat:
         logits, cache = _read(graphdef, params, prompt, np.array([len(ids)], np.int32), width + self._max_new)
         text = TextStream(self._frame.text.decode)
         for i in range(self._max_new):
-            token, logits, cache = _advance(
-                graphdef, params, self._blocks, logits, cache, np.array([len(ids) + i], np.int32), key, i, self._decoding
-            )
+            position, token_key = np.array([len(ids) + i], np.int32), jax.random.fold_in(key, i)
+            token, logits, cache = _advance(graphdef, params, self._blocks, logits, cache, position, token_key, self._decoding)
             if int(token[0]) in self._frame.end_tokens:
                 break
             yield text.push([int(token[0])], last=False)[0]
@@ -120,9 +119,9 @@ def _read(graphdef, params, prompt, length, capacity: int):
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))
-def _advance(graphdef, params, blocks, logits, cache, position, key, i, decoding: Decoding):
-    """Samples token number i of a response and decodes it: (token i32[1], logits f32[1, V] of the next one, the cache)."""
+def _advance(graphdef, params, blocks, logits, cache, position, key, decoding: Decoding):
+    """Samples a token of a response and decodes it: (token i32[1], logits f32[1, V] of the next one, the cache)."""
     model = nnx.merge(graphdef, params)
-    token, _ = sample_token(logits, jax.random.fold_in(key, i)[None], decoding)
+    token, _ = sample_token(logits, key[None], decoding)
     hidden, cache = model.decode(token, position, cache, blocks)
     return token, model.logits(hidden), cache

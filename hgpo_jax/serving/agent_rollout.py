@@ -49,6 +49,7 @@ from hgpo_jax.rollout.runners import check_context
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.continuous_batching import SlotPrograms
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.serving.engine import Engine
 from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class AgentRunner:
 
         Raises RunError if all are left out, or if all have failed, for any reason, before one ever ended properly.
         """
-        from hgpo_jax.serving.engine import Engine
+        # These need packages of the extra serve, whose absence is told above.
         from hgpo_jax.serving.sessions import Session, Sessions, episodes_of
         from hgpo_jax.serving.uvicorn_server import served
         from hgpo_jax.serving.web_app import Api

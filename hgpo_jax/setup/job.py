@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.learner.algorithms import Method, check_numbers, method_named
+from hgpo_jax.learner.methods import Method, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.placement import cast, storage_shardings

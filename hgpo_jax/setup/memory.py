@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import config_of, roles_by_policy
-from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.methods import method_named
 from hgpo_jax.learner.packing import sequence_shape
 from hgpo_jax.learner.update import MAX_LOGITS
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface_folder, shapes, shardings

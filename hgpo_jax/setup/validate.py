@@ -9,7 +9,7 @@ from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
-from hgpo_jax.learner.algorithms import METHODS, Method, method_named
+from hgpo_jax.learner.methods import METHODS, Method, method_named
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, environment, role_names
 from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
@@ -26,28 +26,28 @@ def check_together(config: Config) -> None:
         name, value = next(iter(env.options.items()))
         raise ConfigError(f"env.options.{name}={value}: env.name={env.name} has fields of its own; write env.{name}={value}")
     method = method_named(config.method)
-    entry, played = environment(env), backend(config)
+    entry, rollout_backend = environment(env), backend(config)
     if config.reward.source:
         reward_function(config.reward.source)
     if env.state_key:
         state_key_function(env.state_key)
     if config.log.keep_best and not config.evaluation.every:
         raise ConfigError(f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too")
-    _check_environment(config, entry, played)
+    _check_environment(config, entry, rollout_backend)
     if config.warm_start == "cloning":
-        _check_cloning(config, entry, played)
+        _check_cloning(config, entry, rollout_backend)
     if entry.agent and not (config.policy.source or config.policy.tokenizer):
         raise ConfigError(f"policy.source=: env.name={env.name} needs a language model; give policy=, too")
-    _check_method(config, method, entry, played)
+    _check_method(config, method, entry, rollout_backend)
     if config.roles:
         _check_roles(config, role_names(config), method.critic)
     if config.reward.overlong_cache:
-        _check_overlong_cache(config, played)
-    _check_unread(env, entry, played)
+        _check_overlong_cache(config, rollout_backend)
+    _check_unread(env, entry, rollout_backend)
 
 
-def _check_environment(config: Config, entry: Environment, played: Backend) -> None:
-    env, compiled, similarity = config.env, played == "compiled", config.advantage.similarity
+def _check_environment(config: Config, entry: Environment, rollout_backend: Backend) -> None:
+    env, compiled, similarity = config.env, rollout_backend == "compiled", config.advantage.similarity
     if env.compiled and (entry.compiled is None or entry.text is None):
         raise ConfigError(f"env.compiled=true: env.name={env.name} has no such choice; leave it out")
     if env.max_turns != EnvConfig.model_fields["max_turns"].default and env.name not in ENVIRONMENTS:
@@ -72,9 +72,9 @@ def _check_environment(config: Config, entry: Environment, played: Backend) -> N
         )
 
 
-def _check_cloning(config: Config, entry: Environment, played: Backend) -> None:
+def _check_cloning(config: Config, entry: Environment, rollout_backend: Backend) -> None:
     rank = config.lora.rank
-    if entry.agent or (played == "compiled" and not entry.expert):
+    if entry.agent or (rollout_backend == "compiled" and not entry.expert):
         raise ConfigError(f"warm_start=cloning: env.name={config.env.name} has no expert to clone; give warm_start=none")
     if rank and not config.policy.source:
         raise ConfigError(f"lora.rank={rank}: LoRA needs base weights; give policy=, too")
@@ -87,7 +87,7 @@ def _check_cloning(config: Config, entry: Environment, played: Backend) -> None:
         )
 
 
-def _check_method(config: Config, method: Method, entry: Environment, played: Backend) -> None:
+def _check_method(config: Config, method: Method, entry: Environment, rollout_backend: Backend) -> None:
     """Checks what a method needs, and options that its loss does not read."""
     learner, name = config.learner, config.method
     if learner.rollout_correction == "token" and method.loss == "gspo":
@@ -95,7 +95,9 @@ def _check_method(config: Config, method: Method, entry: Environment, played: Ba
     if config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES:
         raise ConfigError(f"rollout.group_size=1: method={name} compares a task's episodes with each other; give 2 or more")
     # The environment is made only for a method that needs it: ALFWorld's would load its games.
-    if method.parts and not (played == "compiled" and hasattr(entry.compiled and entry.compiled(config), "answer_parts")):
+    if method.parts and not (
+        rollout_backend == "compiled" and hasattr(entry.compiled and entry.compiled(config), "answer_parts")
+    ):
         raise ConfigError(
             f"method={name}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
             "have; give env.name=household_subgoals, or one of your own with answer_parts"
@@ -104,23 +106,23 @@ def _check_method(config: Config, method: Method, entry: Environment, played: Ba
         raise ConfigError(f"learner.aggregate={learner.aggregate}: method={name} does not read it; leave it at {default}")
 
 
-def _check_overlong_cache(config: Config, played: Backend) -> None:
+def _check_overlong_cache(config: Config, rollout_backend: Backend) -> None:
     limit = config.rollout.response_limit
     why = f"more than rollout.response_limit={limit}; give less"
-    if played == "compiled":
+    if rollout_backend == "compiled":
         why = f"the answers of env.name={config.env.name}, compiled, have their own length; leave it out"
-    if played == "compiled" or config.reward.overlong_cache > limit:
+    if rollout_backend == "compiled" or config.reward.overlong_cache > limit:
         raise ConfigError(f"reward.overlong_cache={config.reward.overlong_cache}: {why}")
 
 
-def _check_unread(env: EnvConfig, entry: Environment, played: Backend) -> None:
+def _check_unread(env: EnvConfig, entry: Environment, rollout_backend: Backend) -> None:
     """Rejects fields of `env` that the environment does not read, where they are not at their defaults."""
     fields = {"name", "options", "compiled", "max_turns", *entry.options}
-    on_device = played != "host"
+    on_device = rollout_backend != "host"
     fields |= set() if on_device else {"workers", "time_limit"}
     fields |= set() if entry.agent else {"template"}
-    fields |= set() if played == "compiled" or entry.agent else {"strict"}
-    fields |= set() if played == "compiled" else {"state_key"}
+    fields |= set() if rollout_backend == "compiled" or entry.agent else {"strict"}
+    fields |= set() if rollout_backend == "compiled" else {"state_key"}
     for name, info in EnvConfig.model_fields.items():
         value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
         if name not in fields and value != default:
@@ -128,7 +130,7 @@ def _check_unread(env: EnvConfig, entry: Environment, played: Backend) -> None:
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
 
 
-def check_given(config: Config, overrides: Sequence[str]) -> None:
+def check_overrides(config: Config, overrides: Sequence[str]) -> None:
     """Rejects an override that has no effect in this configuration. Raises ConfigError.
 
     A file is not checked: it may hold fields for one of several methods, such as a critic's settings, or overridden ones.

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from hgpo_jax.advantages.returns import discounted_sum
 from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.methods import method_named
 from hgpo_jax.learner.update import make_policy_loss, make_update
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job

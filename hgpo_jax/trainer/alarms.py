@@ -9,7 +9,7 @@ import jax
 
 from hgpo_jax import advantages
 from hgpo_jax.config import Config
-from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, estimator_options, method_named, unusable
+from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options, method_named, unusable
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import RunError
 

@@ -96,16 +96,16 @@ def generate_play(
         return rows, won.any()
 
     def episodes(tables, tasks, keys):
-        played = env.bound(tables) if isinstance(env, ListsGames) else env
-        return jax.vmap(functools.partial(episode, played))(tasks, keys)
+        bound_env = env.bound(tables) if isinstance(env, ListsGames) else env
+        return jax.vmap(functools.partial(episode, bound_env))(tasks, keys)
 
-    given = env.tables if isinstance(env, ListsGames) else None
-    played, count = jax.jit(episodes), len(tasks)
+    env_tables = env.tables if isinstance(env, ListsGames) else None
+    play_episodes, count = jax.jit(episodes), len(tasks)
     batch = min(PLAYED, count)
     numbers = jnp.arange(count + -count % batch).reshape(-1, batch) % count
     keys, parts = jax.random.split(key, count), []
     for some in tqdm(numbers, "warm start: play", delay=3, leave=False, disable=None):
-        parts.append(jax.block_until_ready(played(given, tasks[some], keys[some])))
+        parts.append(jax.block_until_ready(play_episodes(env_tables, tasks[some], keys[some])))
     rows, success = jax.tree.map(lambda *a: jnp.concatenate(a)[:count] if len(a) > 1 else a[0], *parts)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
 
@@ -115,19 +115,26 @@ def read_play(runner: TextRunner, tasks: Sequence[int], config: Config) -> tuple
 
     Raises ConfigError where an episode cannot be played, or an answer is too long.
     """
-    known, roles, commands, won = [], [], [], []
-    episodes = play(runner.make_env, tasks, noise=NOISE, history_length=config.rollout.history_length, seed=config.start_seed)
+    inputs, roles, commands, won = [], [], [], []
+    episodes = play(
+        runner.make_env,
+        tasks,
+        noise=NOISE,
+        history_length=config.rollout.history_length,
+        seed=config.start_seed,
+        time_limit=config.env.time_limit,
+    )
     try:
         with Progress("warm start: play", len(tasks), "episode") as progress:
             for episode in episodes:
-                known += episode.known
+                inputs += episode.inputs
                 roles += episode.roles
                 commands += episode.commands
                 won.append(episode.won)
                 progress.update(1, {"won": f"{sum(won) / len(won):.2f}"})
     except ValueError as error:
         raise ConfigError(f"env.name={config.env.name}: {error}") from None
-    prompts, responses = [prompt.ids for prompt in runner.format.build(known)], runner.format.answers(commands)
+    prompts, responses = [prompt.ids for prompt in runner.format.build(inputs)], runner.format.answers(commands)
     if (longest := max(map(len, responses), default=0)) > (limit := config.rollout.response_limit):
         raise ConfigError(f"rollout.response_limit={limit}: the answers to clone take up to {longest} tokens; give as many")
     padded = _padded(responses, 1)
@@ -178,9 +185,9 @@ def clone(job: Job) -> dict:
     Pretrained weights that are good enough are returned unchanged. Raises ConfigError if cloning is not possible.
     """
     config, settings = job.config, job.config.cloning
-    given = job.given_params
-    reference = job.by_policy(lambda policy, params: policy.compute_copy(params) if policy.model.lora else None, given)
-    trained = job.by_policy(PolicySetup.trainable, given)
+    initial = job.given_params
+    reference = job.by_policy(lambda policy, params: policy.compute_copy(params) if policy.model.lora else None, initial)
+    trained = job.by_policy(PolicySetup.trainable, initial)
     practice_numbers = settings.episodes + jnp.arange(job.batch)
     practice = job.runner.select_tasks("warm_start", config.start_seed, practice_numbers)
     groups = jnp.arange(job.batch, dtype=jnp.int32)
@@ -199,7 +206,7 @@ def clone(job: Job) -> dict:
     if pretrained and (reached := practised(trained, settings.max_steps)) >= stop_at:
         reach = f"reach success {reached:.0%} (cloning.stop_at={stop_at:g})"
         say(f"warm start: not needed, the pretrained weights {reach}")
-        return given
+        return initial
     decisions, success = demonstrations(job, jnp.arange(settings.episodes))
     held_out = _held_out_loss(job, practice_numbers, reference) if isinstance(job.runner, TextRunner) else None
     students = job.by_policy(functools.partial(Student, decisions, job.runner.roles), trained, reference)
@@ -225,7 +232,7 @@ def clone(job: Job) -> dict:
         f"{settings.episodes:,} generated episodes ({float(success.mean()):.0%} of them successful); "
         + ", ".join(f"{name} {value}" for name, value in shown.items())
     )
-    return job.merged_params(trained, given)
+    return job.merged_params(trained, initial)
 
 
 class Student:
@@ -300,7 +307,7 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
     tokens = int(decisions.response_lengths.sum())
 
     def make_likelihood(policy: PolicySetup):
-        logprobs, own = make_logprobs(policy.model), decisions_of(policy.name, job.runner.roles, decisions)
+        logprobs, happened = make_logprobs(policy.model), decisions_of(policy.name, job.runner.roles, decisions)
         mapped = jax.jit(
             make_map(
                 lambda params, batch: logprobs(params[0], params[1], batch)[0].sum(-1),
@@ -308,7 +315,7 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
                 microbatch_size=job.config.learner.microbatch_size,
             )
         )
-        order, count = jnp.argsort(~own), own.sum()
+        order, count = jnp.argsort(~happened), happened.sum()
         return lambda params, reference: mapped((policy.compute_copy(params), reference), decisions, order, count).sum()
 
     likelihoods = job.by_policy(make_likelihood)
@@ -330,15 +337,15 @@ def cache_key(config: Config) -> str:
         str(CACHE_VERSION),
         *(f"{package} {version(package)}" for package in ("hgpo_jax", "jax", "jaxlib", "flax", "optax")),
     ]
-    found = environment(config.env)
-    parts.append(found.digest)
-    if found.games and found.compiled:
-        parts.append(found.compiled(config).digest)
+    entry = environment(config.env)
+    parts.append(entry.digest)
+    if entry.games and entry.compiled:
+        parts.append(entry.compiled(config).digest)
     digest = hashlib.sha256("\0".join(parts).encode())
     if Path(config.env.template).is_file():  # otherwise it names one of our templates
         digest.update(Path(config.env.template).read_bytes())
-    given = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
-    for source in filter(None, [config.policy.source, *given]):
+    sources = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]
+    for source in filter(None, [config.policy.source, *sources]):
         digest.update(huggingface_folder.digest(find(source, config.cache_dir)).encode())
     return digest.hexdigest()[:16]
 

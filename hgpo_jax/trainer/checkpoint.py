@@ -39,23 +39,23 @@ class _Digesting(ocp.StandardCheckpointHandler):
 
 def digests(folder: Path) -> dict[str, str]:
     """Returns the SHA-256 of every file below the folder except the digests themselves, by relative path."""
-    found = {}
+    by_name = {}
     for path in sorted(folder.rglob("*")):
         # Orbax adds commit_success.txt when the checkpoint is committed.
         if path.is_file() and path.name not in (DIGESTS, "commit_success.txt"):
             with open(path, "rb") as file:
-                found[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
-    return found
+                by_name[path.relative_to(folder).as_posix()] = hashlib.file_digest(file, "sha256").hexdigest()
+    return by_name
 
 
 def damage(checkpoint: Path) -> str | None:
     """Describes the damage to a checkpoint; None if it is intact."""
     folder = checkpoint / ITEM
     try:
-        wanted, found = json.loads((folder / DIGESTS).read_text()), digests(folder)
+        recorded, actual = json.loads((folder / DIGESTS).read_text()), digests(folder)
     except (OSError, ValueError) as error:
         return f"{ITEM}/{DIGESTS} cannot be read: {one_line(error)}"
-    changed = (f"{ITEM}/{name} has changed or is missing" for name, digest in wanted.items() if found.get(name) != digest)
+    changed = (f"{ITEM}/{name} has changed or is missing" for name, digest in recorded.items() if actual.get(name) != digest)
     return next(changed, None)
 
 

@@ -28,7 +28,7 @@ class WeightsAndBiases:
     """
 
     def __init__(self, folder: Path, project: str, config: dict):
-        import wandb
+        import wandb  # optional
 
         name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
         self._run = wandb.init(

@@ -24,26 +24,26 @@ def record(config: Config, folder: Path, done: int) -> list[str]:
 
     Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
     """
-    given = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
-    places = {f: user_code.locate(name, OPEN[f][1]) for f, name in given.items() if name and name not in OPEN[f][0]}
+    sources = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
+    places = {f: user_code.locate(name, OPEN[f][1]) for f, name in sources.items() if name and name not in OPEN[f][0]}
     if config.env.state_key:
-        given["env.state_key"] = config.env.state_key
+        sources["env.state_key"] = config.env.state_key
         places["env.state_key"] = user_code.locate(config.env.state_key, user_code.STATE_KEYS)
     options = config.env.options | user_code.implied(config.env.name)
     for option, place in user_code.code_in(options).items():
-        given[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
-    now = {field: {"name": given[field], **user_code.version(place)} for field, place in places.items()}
+        sources[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
+    now = {field: {"name": sources[field], **user_code.version(place)} for field, place in places.items()}
     template = config.env.template
     if template and not (path := template_file(template)).is_relative_to(TEMPLATES):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        given["env.template"] = template
+        sources["env.template"] = template
         now["env.template"] = {"name": template, "file": str(path.resolve()), "sha256": digest, "version": None}
     file = folder / FILE
     try:
         records = json.loads(file.read_text()) if file.is_file() else []
         before = {field: value for field, value in records[-1].items() if field != "from_iteration"} if records else {}
         changed = [
-            f"{field}={given[field]}: it has changed since iteration {records[-1]['from_iteration']}, see {file}"
+            f"{field}={sources[field]}: it has changed since iteration {records[-1]['from_iteration']}, see {file}"
             for field, about in now.items()
             if field in before and any(about[part] != before[field][part] for part in ("sha256", "version"))
         ]

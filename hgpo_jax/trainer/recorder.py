@@ -22,7 +22,7 @@ def loggers(config: Config, folder: Path, first: int) -> dict:
     """Returns the constructors of the configured loggers, for a MetricsWriter."""
     constructors: dict[str, Callable[[], Logger]] = {}
     if config.log.tensorboard:
-        from hgpo_jax.trainer.tensorboard import TensorBoard
+        from hgpo_jax.trainer.tensorboard import TensorBoard  # tensorboardX imports PyTorch if that is installed
 
         constructors["TensorBoard"] = functools.partial(TensorBoard, folder, first)
     if config.log.wandb:

@@ -24,7 +24,7 @@ import jax
 import yaml
 
 from hgpo_jax.config import Config
-from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.methods import method_named
 from hgpo_jax.policy import ModelConfig, Policy, huggingface_folder, initialize
 from hgpo_jax.policy.mesh import make_mesh, parse_mesh
 from hgpo_jax.policy.presets import preset

@@ -12,7 +12,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.trainer.checkpoint import newest_intact
 from hgpo_jax.trainer.metrics import read_metrics
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, excerpt
 
 # Fields that may differ when a run is resumed: they do not affect learning.
 FREE_TO_CHANGE = (
@@ -67,20 +67,20 @@ def change_length(config: Config, folder: Path, first: int) -> list[str]:
             "the optimizer's warm-up is not repeated"
         )
     if has_ended(folder, before.iterations):
-        kept = _set_aside(folder, before.iterations)
-        messages.append(f"what the run ended with after {before.iterations} iterations is kept: {', '.join(kept)}")
+        names = _set_aside(folder, before.iterations)
+        messages.append(f"what the run ended with after {before.iterations} iterations is kept: {', '.join(names)}")
     return messages
 
 
 def _set_aside(folder: Path, iterations: int) -> list[str]:
-    kept = []
+    names = []
     for path in (folder / name for name in RESULTS):
         if path.exists():
             aside = path.with_stem(f"{path.stem}-{iterations}")
             if aside.is_dir():  # left by a process that died before it resumed
                 shutil.rmtree(aside)
-            kept.append(path.rename(aside).name)
-    return kept
+            names.append(path.rename(aside).name)
+    return names
 
 
 def differing(config: Config, folder: Path) -> dict[str, tuple]:
@@ -89,11 +89,11 @@ def differing(config: Config, folder: Path) -> dict[str, tuple]:
     Raises ConfigError for a damaged config.yaml.
     """
     old, new = began_with(folder), config.model_dump(mode="json")
-    found: dict[str, tuple] = {}
+    differences: dict[str, tuple] = {}
     usual = configuration.RoleConfig().model_dump(mode="json")
     for role in dict.fromkeys((*old["roles"], *new["roles"])):
         before, now = (usual | tree["roles"].get(role, {}) for tree in (old, new))
-        found |= {f"roles.{role}.{name}": (before[name], now[name]) for name in now if before[name] != now[name]}
+        differences |= {f"roles.{role}.{name}": (before[name], now[name]) for name in now if before[name] != now[name]}
     for name in configuration.fields():
         if name == "roles":
             continue
@@ -101,8 +101,8 @@ def differing(config: Config, folder: Path) -> dict[str, tuple]:
         for part in name.split("."):
             before, now = before[part], now[part]
         if before != now:
-            found[name] = before, now
-    return found
+            differences[name] = before, now
+    return differences
 
 
 def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ()) -> None:
@@ -111,11 +111,11 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
     allowed: names of fields that may differ.
     """
     differ = differing(config, folder)
-    known = set(configuration.fields())
+    all_fields = set(configuration.fields())
     for role in {*began_with(folder)["roles"], *config.roles}:
-        known |= set(configuration.role_fields(role))
+        all_fields |= set(configuration.role_fields(role))
     for name in allowed:
-        if name not in known:
+        if name not in all_fields:
             raise ConfigError(f"--allow-change {name}: no such field; --help lists them all")
     changed = {
         name: f"{name}={now} (the run began with {name}={before})"
@@ -139,7 +139,7 @@ def began_with(folder: Path) -> dict:
     if not isinstance(old, dict):
         raise ConfigError(f"{file}: is damaged: expected the fields of a run; {HOW_TO_REPAIR}")
     try:
-        old = configuration.current(old)
+        old = configuration.drop_removed(old)
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
     fields = Config().model_dump(mode="json")
@@ -147,10 +147,10 @@ def began_with(folder: Path) -> dict:
     for name, default in fields.items():
         if not isinstance(default, dict):
             fields[name] = old.get(name, default)
-        elif isinstance(given := old.get(name) or {}, dict):
-            fields[name] = default | given
+        elif isinstance(section := old.get(name) or {}, dict):
+            fields[name] = default | section
         else:
-            raise ConfigError(f"{file}: is damaged: {name}={configuration.shown(given)} is not a section; {HOW_TO_REPAIR}")
+            raise ConfigError(f"{file}: is damaged: {name}={excerpt(section)} is not a section; {HOW_TO_REPAIR}")
     return fields | unknown
 
 
@@ -171,8 +171,8 @@ def resume_point(folder: Path) -> tuple[int, list[str]]:
         )
     wrong = [f"{fault}; going back to iteration {done}" for fault in wrong]
     # A checkpoint relies on the rows of the iterations before it.
-    if lost := sorted(set(range(done or 0)) - rows):
-        wrong.append(f"{folder / 'metrics.jsonl'}: lacks {len(lost)} rows of finished iterations, the first is {lost[0]}")
+    if missing := sorted(set(range(done or 0)) - rows):
+        wrong.append(f"{folder / 'metrics.jsonl'}: lacks {len(missing)} rows of finished iterations, the first is {missing[0]}")
     return done or 0, wrong
 
 

@@ -46,11 +46,12 @@ class Found(NamedTuple):
     ended: bool = False
 
 
-def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
+def find_run(fields: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
     """Finds the run that a command asks for.
 
     Args:
-      given: the fields that the user gave, as `config.given` returns them. A resumed run takes all others from its config.yaml.
+      fields: the fields that the user gave, as `config.read_fields` returns them. A resumed run takes all others from its
+        config.yaml.
       resume: `--resume`.
       allowed: names of fields that may differ from the run's, besides those that do not affect the result.
 
@@ -58,24 +59,24 @@ def find_run(given: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
       ConfigError: the folder holds a run but resuming was not requested, there is nothing to resume, the run was started
         with other fields, or it has done more iterations than requested.
     """
-    folder, resuming = run_folder(given, resume)
+    folder, resuming = run_folder(fields, resume)
     if not resuming:
-        return Found(configuration.resolve(given), folder)
+        return Found(configuration.resolve(fields), folder)
     before = began_with(folder)
     try:
         configuration.resolve(before)
     except ConfigError as error:
         raise ConfigError(f"{folder / 'config.yaml'}: {error}; {HOW_TO_REPAIR}") from None
-    config = configuration.resolve(given, before)
+    config = configuration.resolve(fields, before)
     check_unchanged(config, folder, allowed)
     refuse_fewer(config, folder, newest(folder / "checkpoints"))
     return Found(config, folder, True, has_ended(folder, config.iterations))
 
 
-def run_folder(given: dict, resume: str) -> tuple[Path, bool]:
+def run_folder(fields: dict, resume: str) -> tuple[Path, bool]:
     """Returns the run's folder, and whether the run is resumed there. Arguments and errors as in `find_run`."""
     # The other fields may be valid only together with those of the resumed run.
-    names = configuration.resolve({name: given[name] for name in NAMING if name in given})
+    names = configuration.resolve({name: fields[name] for name in NAMING if name in fields})
     stem, run_dir = f"{names.name}-{names.method.rpartition(':')[2]}-s{names.seed}", names.run_dir
     if resume not in ("auto", "never"):
         folder = remote.fetch(resume, names.cache_dir) if is_remote(resume) else Path(resume)

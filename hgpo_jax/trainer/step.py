@@ -17,9 +17,9 @@ from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.algorithms import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
+from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import (
     aggregation,
@@ -28,7 +28,7 @@ from hgpo_jax.learner.update import (
     make_policy_loss,
     make_update,
 )
-from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
+from hgpo_jax.policy.placement import cast, storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.rewards import overlong
@@ -158,7 +158,8 @@ def make_train_step(job: Job):
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, reference, episodes: Episodes, key, lr_scale, role=None):
-        state, reference = _state_to_devices(job, state), job.by_policy(_to_devices, reference)
+        state = _move_state(job, state, store=False)
+        reference = job.by_policy(functools.partial(_move, store=False), reference)
         batch = training_batch(episodes)
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
@@ -184,7 +185,7 @@ def make_train_step(job: Job):
         metrics["unfinished_share"] = unfinished.sum() / jnp.maximum(count, 1)
         metrics |= advantage_metrics(episodes.mask, estimate)
         metrics |= role_advantages(episodes, estimate.advantages, job.runner.roles)
-        return _state_to_storage(job, TrainState(params, opt_state, critic)), metrics
+        return _move_state(job, TrainState(params, opt_state, critic), store=True), metrics
 
     return train_step, init
 
@@ -402,27 +403,15 @@ def _create_stored(policy: PolicySetup, create, params):
     return jax.jit(create, out_shardings=shardings)(params)
 
 
-def _to_devices(policy: PolicySetup, tree):
-    """With `learner.offload`, moves stored arrays of a policy or its critic from the host's memory to the devices."""
+def _move(policy: PolicySetup, tree, *, store: bool):
+    """With `learner.offload`, moves arrays of a policy or its critic to the host's memory, or back to the devices."""
     if not policy.settings.learner.offload:
         return tree
-    return jax.device_put(tree, shardings_like(tree, policy.model, policy.mesh))
+    return jax.device_put(tree, storage_shardings(tree, policy.model, policy.mesh, offload=store))
 
 
-def _to_storage(policy: PolicySetup, tree):
-    """With `learner.offload`, moves arrays of a policy or its critic to the host's memory."""
-    if not policy.settings.learner.offload:
-        return tree
-    return jax.device_put(tree, storage_shardings(tree, policy.model, policy.mesh, offload=True))
-
-
-def _state_to_devices(job: Job, state: TrainState) -> TrainState:
-    """With `learner.offload`, moves a stored state to the devices."""
-    params, opt_state = (job.by_policy(_to_devices, trees) for trees in (state.params, state.opt_state))
-    return TrainState(params, opt_state, state.critic and _to_devices(job.policy, state.critic))
-
-
-def _state_to_storage(job: Job, state: TrainState) -> TrainState:
-    """With `learner.offload`, moves all of the state but `params` to the host's memory."""
-    critic = state.critic and _to_storage(job.policy, state.critic)
-    return state.replace(opt_state=job.by_policy(_to_storage, state.opt_state), critic=critic)
+def _move_state(job: Job, state: TrainState, *, store: bool) -> TrainState:
+    """With `learner.offload`, moves all of the state but `params` to the host's memory, or all of it back to the devices."""
+    move = functools.partial(_move, store=store)
+    params = state.params if store else job.by_policy(move, state.params)
+    return TrainState(params, job.by_policy(move, state.opt_state), state.critic and move(job.policy, state.critic))

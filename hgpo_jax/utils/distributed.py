@@ -31,9 +31,9 @@ def join(environment=os.environ) -> None:
     Raises:
       ConfigError: variables are missing or inconsistent, or the other processes do not answer.
     """
-    given = _given(environment)
+    arguments = _initialize_arguments(environment)
     try:
-        jax.distributed.initialize(**given, shutdown_timeout_seconds=60)
+        jax.distributed.initialize(**arguments, shutdown_timeout_seconds=60)
     except (ValueError, RuntimeError) as error:
         raise ConfigError(f"--distributed: {' '.join(str(error).split())}") from None
 
@@ -44,10 +44,10 @@ def mute_other_processes() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process
 
 
-def _given(environment) -> dict:
+def _initialize_arguments(environment) -> dict:
     """Returns the variables as arguments of `jax.distributed.initialize`; none if the cluster provides them."""
-    given = [name for name in VARIABLES if environment.get(name)]
-    if not given:
+    variables = [name for name in VARIABLES if environment.get(name)]
+    if not variables:
         return {}
     address, *numbers = (environment.get(name, "") for name in VARIABLES)
     host, _, port = address.rpartition(":")
@@ -55,7 +55,7 @@ def _given(environment) -> dict:
         raise ConfigError(f"{VARIABLES[0]}={address}: expected host:port of the first process, as in 10.0.0.1:1234")
     for name, number in zip(VARIABLES[1:], numbers, strict=True):
         if not number.isdecimal():
-            raise ConfigError(f"{name}={number}: expected a whole number together with {given[0]}")
+            raise ConfigError(f"{name}={number}: expected a whole number together with {variables[0]}")
     count, index = map(int, numbers)
     if index >= count:
         raise ConfigError(f"{VARIABLES[2]}={index}: processes are numbered 0 to {VARIABLES[1]} - 1 = {count - 1}")
@@ -85,20 +85,20 @@ def broadcast_from_process_0(call: Callable):
             encoded = json.dumps([call(), None]).encode()
         except Exception as error:  # after any error, since the others wait for a message
             raised = error
-            encoded = json.dumps([None, _told(error)]).encode()
+            encoded = json.dumps([None, _encode(error)]).encode()
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(encoded))))
     content = np.zeros(size, np.uint8)
     content[: len(encoded)] = np.frombuffer(encoded, np.uint8)
-    value, told = json.loads(bytes(multihost_utils.broadcast_one_to_all(content)))
+    value, failure = json.loads(bytes(multihost_utils.broadcast_one_to_all(content)))
     if raised:
         raise raised
-    if told:
-        kind, arguments = told
+    if failure:
+        kind, arguments = failure
         raise next(one for one in KINDS if one.__name__ == kind)(*arguments)
     return value
 
 
-def _told(error: Exception) -> tuple[str, list]:
+def _encode(error: Exception) -> tuple[str, list]:
     """Returns the name of one of KINDS and the arguments that recreate the error."""
     kind = next((kind for kind in KINDS if isinstance(error, kind)), None)
     if isinstance(error, OSError) and error.errno is not None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 # The environments are also used without hgpo_jax, so these functions are defined there.
-from hgpo_jax.envs.cli import one_line, printable
+from hgpo_jax.envs.command_line import one_line, printable
 
-__all__ = ["ConfigError", "RunError", "one_line", "printable"]
+__all__ = ["ConfigError", "RunError", "excerpt", "one_line", "printable"]
 
 
 class ConfigError(ValueError):
@@ -14,3 +14,8 @@ class ConfigError(ValueError):
 
 class RunError(RuntimeError):
     """An error that ends a run despite a valid configuration, in one line. Commands end with exit code 1."""
+
+
+def excerpt(value: object) -> str:
+    """Returns how a value is written, shortened, for a message."""
+    return f"{value!r:.200}"

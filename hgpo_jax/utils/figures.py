@@ -83,7 +83,7 @@ def smooth(values, window: int) -> np.ndarray:
     half = window // 2
     padded = np.pad(values, half, constant_values=np.nan)
     windows = np.lib.stride_tricks.sliding_window_view(padded, window)
-    known = np.isfinite(windows)
-    means = np.where(known, windows, 0).sum(1) / np.maximum(known.sum(1), 1)
+    finite = np.isfinite(windows)
+    means = np.where(finite, windows, 0).sum(1) / np.maximum(finite.sum(1), 1)
     place = np.arange(len(values))
     return np.where(np.isfinite(values) & (place >= half) & (place < len(values) - half), means, np.nan)

@@ -18,7 +18,7 @@ def is_remote(place: str | Path) -> bool:
 
 def check_scheme(url: str) -> None:
     """Raises ValueError, in a few words, if no installed package can access such a place."""
-    import fsspec
+    import fsspec  # few runs are in a bucket
 
     scheme = url.partition("://")[0]
     try:
@@ -27,8 +27,8 @@ def check_scheme(url: str) -> None:
         extra = {"gs": "gcs", "gcs": "gcs", "s3": "s3"}.get(scheme)
         raise ValueError(f"{error}" if extra is None else f"needs a package more: pip install 'hgpo_jax[{extra}]'") from None
     except ValueError:
-        known = "a folder of this machine, gs://, s3:// or another scheme that fsspec knows"
-        raise ValueError(f"{scheme}:// is not known; give {known}") from None
+        places = "a folder of this machine, gs://, s3:// or another scheme that fsspec knows"
+        raise ValueError(f"{scheme}:// is not known; give {places}") from None
 
 
 @contextlib.contextmanager

@@ -98,7 +98,7 @@ def _state(folder: Path) -> dict:
 
 def _open(url: str) -> tuple:
     """Returns the bucket's file system, the folder in it, and its manifest."""
-    import fsspec
+    import fsspec  # few runs are in a bucket
 
     folders = {"auto_mkdir": True} if url.startswith(("file://", "local://")) else {}  # object stores have no folders
     fs, root = fsspec.core.url_to_fs(url, **folders)
@@ -115,12 +115,12 @@ def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> No
         (folder / name).unlink()
         with contextlib.suppress(OSError):  # it holds more; Orbax would take an empty folder for a checkpoint
             os.removedirs((folder / name).parent)
-    wanted = {name: about for name, about in there["files"].items() if checkpoints or not name.startswith("checkpoints/")}
-    new = [name for name, about in wanted.items() if here.get(name) != about]
+    files = {name: about for name, about in there["files"].items() if checkpoints or not name.startswith("checkpoints/")}
+    new = [name for name, about in files.items() if here.get(name) != about]
     fs.get([f"{root}/{name}" for name in new], [str(folder / name) for name in new])
     for name in new:
-        os.utime(folder / name, ns=(wanted[name][1], wanted[name][1]))
-    _write_state(folder, there | {"files": wanted})
+        os.utime(folder / name, ns=(files[name][1], files[name][1]))
+    _write_state(folder, there | {"files": files})
 
 
 def _upload(folder: Path, claim: str = "") -> None:

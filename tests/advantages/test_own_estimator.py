@@ -5,7 +5,7 @@ import pytest
 
 from hgpo_jax import advantages
 from hgpo_jax.config import load
-from hgpo_jax.learner.algorithms import check_numbers, method_named
+from hgpo_jax.learner.methods import check_numbers, method_named
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import build
 from hgpo_jax.trainer.alarms import Alarms
@@ -61,7 +61,7 @@ NUMPY = "NumPy cannot be compiled; use jax.numpy in its place"
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     monkeypatch.setattr(advantages, "ESTIMATORS", dict(advantages.ESTIMATORS))
-    monkeypatch.setattr("hgpo_jax.learner.algorithms.ESTIMATORS", advantages.ESTIMATORS)
+    monkeypatch.setattr("hgpo_jax.learner.methods.ESTIMATORS", advantages.ESTIMATORS)
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     return lambda name: f"{file}:{name}"

@@ -9,7 +9,7 @@ from batches import ragged, worked_example
 
 from hgpo_jax import advantages
 from hgpo_jax.advantages import estimate
-from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.methods import METHODS
 
 THIRD = 1 / 3
 

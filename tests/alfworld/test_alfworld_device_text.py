@@ -18,10 +18,10 @@ from hgpo_jax.policy.device_tokenizer import spell
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import embedding_rows, text_tokenizer
-from hgpo_jax.rollout import compiled_slots, compiled_text
+from hgpo_jax.rollout import compiled_slots, compiled_text_rollout
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
-from hgpo_jax.rollout.compiled_text import CompiledTextRollout
-from hgpo_jax.rollout.device_text import MAX_ACTION, DeviceText
+from hgpo_jax.rollout.compiled_chat_prompts import MAX_ACTION, DeviceText
+from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.sampling import generate
 from hgpo_jax.sampling import slots as slot_state
@@ -109,7 +109,7 @@ def played(paths, tokenizer, monkeypatch, episodes: int, turns: int, limit: int,
     """(the format, tasks, result) of episodes that `speaker` plays."""
     # Callbacks do not go with axes that the compiler splits, of which one device has none.
     without = lambda method, program, env, mesh: lambda tables, *rest: method(program(env=env.bound(tables), fsdp=1), *rest)  # noqa: E731
-    monkeypatch.setattr(compiled_text, "on_shards", without)
+    monkeypatch.setattr(compiled_text_rollout, "on_shards", without)
     for name, stand_in in speaker(tokenizer, 0, rare).items():
         monkeypatch.setattr(compiled_slots, name, stand_in)
     chat, model = ChatFormat(ChatFrame(tokenizer), "alfworld", limit, lower_case=True), tiny(tokenizer)
@@ -179,7 +179,7 @@ def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
 
 def test_prompts_have_widths_up_to_their_limit():
     for limit in (16, 31, 32, 100, 1024, 1500):
-        widths = compiled_text.widths(limit)
+        widths = compiled_text_rollout.widths(limit)
         assert list(widths) == sorted(set(widths)) and widths[0] > 0 and widths[-1] == limit
 
 

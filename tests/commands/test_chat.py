@@ -82,7 +82,7 @@ def run(monkeypatch, capsys, *words, said="", code=0):
 def test_lines_that_are_piped_in_are_answered_one_by_one(policy, folder, monkeypatch, capsys):
     said = "Who?\n\n/help\n/reset\nWho?\n" + "long" * 200 + "\nWhy?"
     out, _ = run(monkeypatch, capsys, folder, "--temperature", "1", "--max-tokens", NEW, said=said)
-    shown = cli.cli.printable("".join(Chat(policy, HOT, max_new=NEW).answer("Who?")))
+    shown = cli.command_line.printable("".join(Chat(policy, HOT, max_new=NEW).answer("Who?")))
     assert out.startswith(f"{shown}\n/reset forgets the conversation") and f"\n{shown}\n" in out
     assert "tokens; beside a response 500 fit" in out and out.count(shown) == 2
 

@@ -77,7 +77,7 @@ def refused(monkeypatch, capsys, command: str, *arguments: str) -> str:
     monkeypatch.setattr("sys.argv", [name, *more, *arguments])
     with pytest.raises(SystemExit) as stop:
         if module.__name__.startswith("hgpo_jax.envs"):
-            cli.cli.run(module.main, (ValueError, ImportError))
+            cli.command_line.run(module.main, (ValueError, ImportError))
         else:
             cli.run(module.main)
     said = capsys.readouterr()

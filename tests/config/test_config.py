@@ -9,9 +9,9 @@ from hgpo_jax.advantages import parameters
 from hgpo_jax.advantages.checks import check_option
 from hgpo_jax.config import CONFIGS, choices, load
 from hgpo_jax.config.schema import AdvantageConfig
-from hgpo_jax.learner.algorithms import METHODS, estimator_options
+from hgpo_jax.learner.methods import METHODS, estimator_options
 from hgpo_jax.rollout.environments import ENVIRONMENTS, backend
-from hgpo_jax.setup.validate import check_given, check_together
+from hgpo_jax.setup.validate import check_overrides, check_together
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.refusals import refused
 
@@ -146,9 +146,9 @@ UNREAD = [
 @pytest.mark.parametrize(("unread", "reader", "why"), UNREAD)
 def test_what_nothing_reads_is_refused_on_the_command_line(unread, reader, why):
     with pytest.raises(ConfigError, match=f"^{unread[0]}: {why}"):
-        check_given(load(None, unread), unread)
-    check_given(load(None, [*unread, *reader]), [*unread, *reader])
-    check_given(load(None, unread), [])  # as a file has it
+        check_overrides(load(None, unread), unread)
+    check_overrides(load(None, [*unread, *reader]), [*unread, *reader])
+    check_overrides(load(None, unread), [])  # as a file has it
 
 
 def test_names_are_those_of_the_tables():

@@ -15,7 +15,7 @@ from hgpo_jax import advantages
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding
-from hgpo_jax.learner.algorithms import estimator_options
+from hgpo_jax.learner.methods import estimator_options
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup.job import build

@@ -12,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "webshop"))
 from webshop_tiny import write
 
-from hgpo_jax.envs import cli
+from hgpo_jax.envs import command_line
 from hgpo_jax.envs import play as playing
 from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.envs.household import Household, HouseholdSubgoals, HouseholdTeam
@@ -38,7 +38,7 @@ def play(monkeypatch, capsys):
         keys = keys.encode() if isinstance(keys, str) else keys
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(keys), "utf-8"))
         try:
-            cli.run(playing.main, (ValueError, ImportError))
+            command_line.run(playing.main, (ValueError, ImportError))
             ended = 0
         except SystemExit as exit:
             ended = exit.code

@@ -13,7 +13,7 @@ import pytest
 from hgpo_jax.advantages import ESTIMATORS
 from hgpo_jax.config import describe, load
 from hgpo_jax.envs import user_code
-from hgpo_jax.learner.algorithms import method_named
+from hgpo_jax.learner.methods import method_named
 from hgpo_jax.rollout.environments import backend, environment, max_turns
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import provenance
@@ -245,11 +245,11 @@ def test_mistakes_are_one_line(here, overrides, message):
 
 
 def test_options_of_a_resumed_run_keep_those_that_are_not_given_again():
-    from hgpo_jax.config import given, resolve
+    from hgpo_jax.config import read_fields, resolve
 
     base = load(None, ["env.name=a:B", "env.options.size=5", "env.options.name=007"]).model_dump(mode="json")
     assert base["env"]["options"] == {"size": 5, "name": "007"}
-    assert resolve(given(None, ["env.options.size=6"]), base).env.options == {"size": 6, "name": "007"}
+    assert resolve(read_fields(None, ["env.options.size=6"]), base).env.options == {"size": 6, "name": "007"}
 
 
 PARTS = ["env.name=./rooms.py:Corridor", "method=./learning.py:plain"]

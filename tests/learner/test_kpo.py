@@ -11,8 +11,8 @@ from flax import nnx
 
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import losses, packing
-from hgpo_jax.learner.algorithms import METHODS
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences
+from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.learner.update import make_policy_loss, make_update, token_logprobs
 from hgpo_jax.policy import network, shardings
 from tests.advantages.oracle_from_papers import kalman_filtered, kpo_objective

@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import packing
-from hgpo_jax.learner.algorithms import METHODS
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.learner.optimizer import BETA1, BETA2, lr_scale, make_optimizer
 from hgpo_jax.learner.update import MAX_LOGITS, make_policy_loss, make_update, token_logprobs
 from hgpo_jax.policy import network, shardings

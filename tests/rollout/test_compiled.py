@@ -12,7 +12,7 @@ from flax import nnx, struct
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
-from hgpo_jax.rollout.compiled import make_continuations, make_rollout, replay
+from hgpo_jax.rollout.compiled import Program, make_continuations, make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
@@ -78,11 +78,15 @@ def parameters():
     return jax.device_get(initialize(MODEL, 0, mesh_of("data=1")))
 
 
+def program(decode_batch_size, history):
+    sizes = {"history_length": history, "decode_batch_size": decode_batch_size}
+    return functools.partial(Program, graphdefs={SHARED: network(MODEL)}, **sizes, end=END, act=ACT)
+
+
 @functools.cache
 def compiled(spec, decode_batch_size, history):
     mesh = mesh_of(spec)
-    sizes = {"history_length": history, "decode_batch_size": decode_batch_size}
-    return mesh, make_rollout(ENV, {SHARED: network(MODEL)}, mesh, **sizes, end=END, act=ACT)
+    return mesh, make_rollout(ENV, program(decode_batch_size, history), mesh)
 
 
 def play(*, spec="data=1", decode_batch_size=DECODE_BATCH, history=K, temperature=1.0) -> Episodes:
@@ -125,8 +129,7 @@ def test_an_episode_goes_on_as_it_went(episodes):
         np.pad(e.mask.cumsum(1), ((0, 0), (1, 0))) == T
     ))  # fmt: skip
     mesh = mesh_of("data=1")
-    sizes = {"history_length": K, "decode_batch_size": DECODE_BATCH}
-    go_on = make_continuations(ENV, {SHARED: network(MODEL)}, mesh, **sizes, end=END, act=ACT)
+    go_on = make_continuations(ENV, program(DECODE_BATCH, K), mesh)
     with jax.set_mesh(mesh):
         placed, keys = jax.device_put(parameters(), shardings(MODEL, mesh)), jax.random.split(jax.random.key(5), B)
         decoding = Decoding(temperature=1.0)

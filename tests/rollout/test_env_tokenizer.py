@@ -82,3 +82,10 @@ def test_an_environment_that_cannot_be_played_is_refused(config, tmp_path):
     (tmp_path / "colours.py").write_text(ENV.replace("(\"crimson\"", "1 / 0 or (\"crimson\"").replace("Colours:", "Broken:"))
     with pytest.raises(ConfigError, match=r"^env.name=./colours.py:Broken: task \d cannot be played: ZeroDivisionError"):
         fresh_tokenizer(config("env.name=./colours.py:Broken"))
+
+
+def test_play_keeps_to_the_time_limit_of_the_run(config, tmp_path):
+    slow = ENV.replace("        self.colour =", "        task and __import__('time').sleep(60)\n        self.colour =")
+    (tmp_path / "colours.py").write_text(slow)
+    with pytest.raises(ConfigError, match=r"reset\(\d\) gives no answer in 0.2 s \(env.time_limit\)"):
+        fresh_tokenizer(config("env.time_limit=0.2"))

@@ -14,11 +14,11 @@ from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.envs.words import Words
 from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.chat_prompts import PromptInput
-from hgpo_jax.rollout.compiled import make_rollout
+from hgpo_jax.rollout.compiled import Program, make_rollout
 from hgpo_jax.rollout.compiled_prompts import build_prompt
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.rollout.word_format import WordFormat
+from hgpo_jax.rollout.word_prompts import WordFormat
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.agreement import assert_same
 from tests.helpers.tiny import mesh_of
@@ -49,7 +49,7 @@ def test_words_are_written_and_read_as_the_compiled_rollout_does():
 def compiled(env, model, params, history=K, temperature=1.0):
     end, mesh = len(env.words) + 1, mesh_of("data=1")
     options = {"history_length": history, "decode_batch_size": 8, "end": end, "act": end + 1}
-    rollout = make_rollout(env, {SHARED: network(model)}, mesh, **options)
+    rollout = make_rollout(env, functools.partial(Program, graphdefs={SHARED: network(model)}, **options), mesh)
     inputs = task_keys("train", 3, jnp.asarray(INDICES)), KEYS, jnp.asarray(INDICES), Decoding(temperature=temperature)
     return jax.device_get(rollout({SHARED: params}, *inputs))
 

@@ -62,7 +62,7 @@ def test_a_compiled_environment():
             CompiledRunner(configuration.load(), env, None, None, None)
         if member in members(Playable):
             with pytest.raises(ValueError, match=f"^Mine lacks {member}: "):
-                make_rollout(env, None, None, history_length=0, decode_batch_size=1, end=0, act=0)
+                make_rollout(env, None, None)
 
 
 @pytest.mark.parametrize(

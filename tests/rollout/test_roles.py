@@ -14,7 +14,7 @@ from hgpo_jax.envs.protocol import Playable
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
-from hgpo_jax.rollout.compiled import make_rollout, replay
+from hgpo_jax.rollout.compiled import Program, make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.requirements import check_compiled, check_text, roles_of
@@ -44,8 +44,9 @@ class Relay(Ring):
 @functools.cache
 def relay():
     """A rollout in which the second role has weights of its own, and the weights."""
-    mesh, options = mesh_of("data=1"), {"history_length": 2, "decode_batch_size": 8, "end": END, "act": ACT}
-    rollout = make_rollout(Relay(), dict.fromkeys("ab", network(MODEL)), mesh, **options, policies=WEIGHTS)
+    mesh, graphdefs = mesh_of("data=1"), dict.fromkeys("ab", network(MODEL))
+    options = {"history_length": 2, "decode_batch_size": 8, "end": END, "act": ACT, "policies": WEIGHTS}
+    rollout = make_rollout(Relay(), functools.partial(Program, graphdefs=graphdefs, **options), mesh)
     return rollout, {"a": initialize(MODEL, 0, mesh), "b": initialize(MODEL, 1, mesh)}
 
 
@@ -184,12 +185,12 @@ def test_a_host_rollout_asks_each_role_of_its_own_weights_and_shows_it_its_own_p
 def test_scripted_play_shows_each_role_its_own_past():
     (episode,) = scripted(Pair, [0], noise=0.0, history_length=2, seed=0)
     assert episode.commands == ["add 5", "add 1", "add 1", "add 5", "add 1", "add 1"]
-    assert [known.observation for known in episode.known] == ["at 0", "at 5", "at 6", "at 7", "at 12", "at 13"]
+    assert [turn.observation for turn in episode.inputs] == ["at 0", "at 5", "at 6", "at 7", "at 12", "at 13"]
     first, second = ("at 0", "add 5"), ("at 6", "add 1")
-    assert [known.history for known in episode.known] == [
+    assert [turn.history for turn in episode.inputs] == [
         [], [], [first], [("at 5", "add 1")], [first, second], [("at 5", "add 1"), ("at 7", "add 5")]
     ]  # fmt: skip
-    assert [known.turn for known in episode.known] == [0, 0, 1, 1, 2, 2]
+    assert [turn.turn for turn in episode.inputs] == [0, 0, 1, 1, 2, 2]
 
 
 def mine(base, **members):

@@ -44,20 +44,20 @@ class Random:
 
 def test_without_noise_the_expert_plays_and_prompts_show_what_was_before():
     (bare,) = play(Count, [3], noise=0.0, history_length=0, seed=0)
-    assert [(list(known.history), known.turn) for known in bare.known] == [([], 0), ([], 1), ([], 2)]
+    assert [(list(turn.history), turn.turn) for turn in bare.inputs] == [([], 0), ([], 1), ([], 2)]
     (episode,) = play(Count, [3], noise=0.0, history_length=2, seed=0)
     assert episode.won and episode.commands == ["1", "2", "3"]
-    assert [known.observation for known in episode.known] == ["0", "1", "2"]
-    assert [list(known.history) for known in episode.known] == [[], [("0", "1")], [("0", "1"), ("1", "2")]]
-    assert [known.turn for known in episode.known] == [0, 1, 2]
+    assert [turn.observation for turn in episode.inputs] == ["0", "1", "2"]
+    assert [list(turn.history) for turn in episode.inputs] == [[], [("0", "1")], [("0", "1"), ("1", "2")]]
+    assert [turn.turn for turn in episode.inputs] == [0, 1, 2]
 
 
 def test_with_noise_the_label_stays_the_experts():
     episodes = list(play(Count, range(1, 4), noise=0.9, history_length=1, seed=0))
     for episode in episodes:
-        assert episode.commands == [str(int(known.observation) + 1) for known in episode.known]
-    done = [action for episode in episodes for known in episode.known for _, action in known.history]
-    assert len(set(done)) > 1 and any(len(episode.known) > task for task, episode in enumerate(episodes, 1))
+        assert episode.commands == [str(int(turn.observation) + 1) for turn in episode.inputs]
+    done = [action for episode in episodes for turn in episode.inputs for _, action in turn.history]
+    assert len(set(done)) > 1 and any(len(episode.inputs) > task for task, episode in enumerate(episodes, 1))
 
 
 def test_without_an_expert_commands_are_random_and_equal_for_equal_seeds():
@@ -69,11 +69,12 @@ def test_without_an_expert_commands_are_random_and_equal_for_equal_seeds():
     assert {command for commands in first for command in commands} == {"1", "2", "3"}
 
 
-def test_an_environment_that_hangs_does_not_hang_its_caller(monkeypatch):
-    monkeypatch.setattr(requirements, "LIMIT", 0.2)
+@pytest.mark.parametrize(("time_limit", "waited"), [(None, "0.3 s"), (0.2, r"0.2 s \(env.time_limit\)")])
+def test_an_environment_that_hangs_does_not_hang_its_caller(time_limit, waited, monkeypatch):
+    monkeypatch.setattr(requirements, "LIMIT", 0.3)
     monkeypatch.setattr(Count, "step", lambda self, action: time.sleep(60))
-    with pytest.raises(ValueError, match=r"^task 3 cannot be played: Hangs: step\('1'\) gives no answer in 0.2 s; see why"):
-        list(play(Count, [3], noise=0.0, history_length=1, seed=0))
+    with pytest.raises(ValueError, match=rf"^task 3 cannot be played: Hangs: step\('1'\) gives no answer in {waited}; see why"):
+        list(play(Count, [3], noise=0.0, history_length=1, seed=0, time_limit=time_limit))
 
 
 def test_what_cannot_be_played_is_said_in_a_line(monkeypatch):
@@ -92,4 +93,4 @@ def test_the_embedded_experts_solve_their_texts(make):
     episodes = list(play(lambda: env, range(8), noise=0.0, history_length=2, seed=0))
     assert np.mean([episode.won for episode in episodes]) > 0.8
     for episode in episodes:
-        assert all(command in known.commands for known, command in zip(episode.known, episode.commands, strict=True))
+        assert all(command in turn.commands for turn, command in zip(episode.inputs, episode.commands, strict=True))

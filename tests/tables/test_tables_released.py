@@ -8,7 +8,7 @@ import functools
 
 from hgpo_jax import advantages
 from hgpo_jax import config as configuration
-from hgpo_jax.learner.algorithms import METHODS
+from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.tables import plan as planning
 

@@ -12,8 +12,8 @@ from hgpo_jax import analysis, report
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.household import HouseholdTeam
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.algorithms import METHODS
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.learner.update import make_policy_loss, token_logprobs
 from hgpo_jax.policy import network
 from hgpo_jax.trainer import curves

@@ -43,7 +43,7 @@ def begun(folder, *overrides):
 
 
 def sought(resume, *overrides, allowed=(), config=None):
-    return find_run(configuration.given(config, overrides), str(resume), allowed)
+    return find_run(configuration.read_fields(config, overrides), str(resume), allowed)
 
 
 OWN = ("method=gigpo", "seed=1", "evaluation.every=2", "log.keep_best=1", "policy=weights", "warm_start=none", "iterations=40")

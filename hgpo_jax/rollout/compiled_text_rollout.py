@@ -5,8 +5,8 @@
     episodes, report = rollout(params, tasks, keys, groups, Decoding())
 
 It is called like a `host.HostRollout` and returns bit-identical Episodes and statistics. If an episode holds something that
-the device cannot reproduce (`device_text.py`), the host plays it. If the host does not have the games, the episode is left
-out and counted as one whose environment failed.
+the device cannot reproduce (`compiled_chat_prompts.py`), the host plays it. If the host does not have the games, the episode
+is left out and counted as one whose environment failed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.rollout.chat_prompts import ChatFormat, Prompt
 from hgpo_jax.rollout.compiled import EpisodeState, on_shards, start_episode
+from hgpo_jax.rollout.compiled_chat_prompts import DeviceText
 from hgpo_jax.rollout.compiled_slots import SlotProgram
-from hgpo_jax.rollout.device_text import DeviceText
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
@@ -39,7 +39,7 @@ from hgpo_jax.sampling.generate import Decoding
 
 log = logging.getLogger(__name__)
 
-INEXACT = "some text cannot be reproduced on the device (rollout/device_text.py)"
+INEXACT = "some text cannot be reproduced on the device (rollout/compiled_chat_prompts.py)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class CompiledTextRollout:
     """`rollout(params, tasks, keys, groups, decoding) -> RolloutResult`.
 
     Args:
-      env: a compiled environment that satisfies `device_text.Tells`.
+      env: a compiled environment that satisfies `compiled_chat_prompts.RendersText`.
       games: i32[.], the number in `env` of each task.
       host: plays the episodes that the device cannot; None: nothing does.
       format, tokenizer, graphdefs, mesh, settings: see `HostRollout`.

@@ -17,7 +17,7 @@ class WordFormat:
     Args:
       env: a compiled environment, which defines the words and the slots of goal, observation and action.
       history_length: K; every prompt has slots for K pairs.
-      end, act: token ids as in `make_rollout`.
+      end, act: token ids as in `compiled.Program`.
 
     A token that is not a word of the environment is written "#id", so that every response has a text.
     """

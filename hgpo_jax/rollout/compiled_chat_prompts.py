@@ -30,7 +30,7 @@ BYTES_PER_TOKEN = 8  # bytes reserved for each token of a response
 _BLANKS = np.frombuffer(b" \t\n\r\v\f\x1c\x1d\x1e\x1f", np.uint8)  # the ASCII characters that str.strip removes
 
 
-class Tells(Playable, ListsGames, Protocol):
+class RendersText(Playable, ListsGames, Protocol):
     """A compiled environment whose turns can be rendered as text: its words are texts, written together."""
 
     words: Any
@@ -79,7 +79,7 @@ class DeviceText:
     """A compiled environment with text prompts and text answers.
 
     Args:
-      env: see `Tells`.
+      env: see `RendersText`.
       format: the template, the frame and the limit of prompts.
       tokenizer: that of the format.
       response_limit: R, tokens of the longest response.
