@@ -17,7 +17,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hgpo_jax.policy.answers import TAGS, THINK, THINK_END, AnswerParser, HermesCalls, call_format
+from hgpo_jax.policy.answers import TAGS, THINK, THINK_END, AnswerParser
+from hgpo_jax.policy.call_formats import CallFormat, call_format
 from hgpo_jax.policy.tokenizer import AS_TRAINED, PLAIN, generation_of
 from hgpo_jax.utils.errors import one_line
 
@@ -164,9 +165,9 @@ class ChatFrame:
         calls = self.call_format(tools) if tools else None
         return AnswerParser(calls, self.inside_thought and not beginning, self.text.marker_in)
 
-    def call_format(self, tools: Sequence[dict[str, Any]]) -> HermesCalls:
+    def call_format(self, tools: Sequence[dict[str, Any]]) -> CallFormat:
         """Returns the form of tool calls in answers to a prompt that shows these tools."""
-        return call_format(self._template(tools))
+        return call_format(self._template(tools), tools)
 
     def switched(self, thinking: bool | None) -> ChatFrame:
         """Returns this frame with another `thinking`."""
