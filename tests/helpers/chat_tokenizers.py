@@ -73,7 +73,8 @@ R1 = (
 IM, THINK, IM_ENDS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], ["<think>", "</think>"], ["<|im_end|>", "<|endoftext|>"]
 R1_END = "<｜end▁of▁sentence｜>"
 LLAMA3_TOKENS = [
-    "<|eot_id|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>"
+    "<|eot_id|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|python_tag|>", "<|start_header_id|>",
+    "<|end_header_id|>",
 ]  # fmt: skip
 # Families of models: special tokens, other added ones, a template of their form, and the end tokens that their
 # generation_config.json lists; the first of these is the tokenizer's.
