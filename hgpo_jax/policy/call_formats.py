@@ -140,7 +140,7 @@ class HermesCalls(TaggedCalls):
 
 
 class QwenCoderCalls(TaggedCalls):
-    """Calls as Qwen3-Coder writes them, a tag for the function and one for each parameter.
+    """Calls as Qwen3-Coder, Qwen3.5 and Nemotron 3 write them, a tag for the function and one for each parameter.
 
     <tool_call>\\n<function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>\\n</tool_call>
 

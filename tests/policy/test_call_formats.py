@@ -1,11 +1,13 @@
 """Tool calls of each family: what its chat template shows is read back, whatever stands in it, and nothing else is a call.
 
-The templates are stand-ins of ours for the published ones, of the same form.
+The templates are stand-ins of ours for the published ones, of the same form; published ones come with trl.
 """
 
 import itertools
 import json
 import re
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import assume, example, given, settings
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from hgpo_jax.policy.answers import AnswerParser
 from hgpo_jax.policy.call_formats import HermesCalls, LlamaCalls, QwenCoderCalls, call_format
 from hgpo_jax.policy.chat_template import ChatFrame
-from tests.helpers.chat_tokenizers import TEMPLATE, calling_tokenizer
+from tests.helpers.chat_tokenizers import TEMPLATE, calling_tokenizer, family_tokenizer
 
 FORMS = {"hermes": HermesCalls, "llama": LlamaCalls, "qwen-coder": QwenCoderCalls}
 TOKENIZERS = {name: calling_tokenizer(name) for name in FORMS}
@@ -57,6 +59,28 @@ def test_the_template_chooses():
     assert type(call_format(TEMPLATE)) is type(call_format("")) is HermesCalls
     # JSON with "parameters", or results of ipython, are not Llama's alone.
     assert type(call_format('{"tool_name": "x", "parameters": {}}')) is type(call_format("ipython")) is HermesCalls
+
+
+@pytest.mark.needs("trl")
+@pytest.mark.parametrize(("name", "family", "form"), [
+    ("llama3_1", "llama3.2", "llama"), ("llama3_2", "llama3.2", "llama"),
+    ("qwen3_5_nothink", "qwen3", "qwen-coder"), ("qwen3_6", "qwen3", "qwen-coder"),
+    ("qwen2_5", "qwen2.5", "hermes"), ("qwen3_instruct_2507", "qwen2.5", "hermes"),
+])  # fmt: skip
+def test_what_published_templates_show_is_read(name, family, form):
+    (folder,) = find_spec("trl").submodule_search_locations
+    tokenizer = family_tokenizer(family)
+    tokenizer.chat_template = (Path(folder) / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    frame = ChatFrame(tokenizer)
+    arguments = {"at": 'a\n"é"</b>', "times": 3, "loud": True, "no": None, "far": 1.5, "way": {"a": [None]}, "all": ["b", 2]}
+    call = {"type": "function", "function": {"name": "look", "arguments": arguments}}
+    messages = [HI, {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "A desk."}]
+    asked, text = (tokenizer.decode(frame.conversation(some, TOOLS)) for some in (messages[:1], messages))
+    assert text.startswith(asked)
+    answer = text[len(asked) :].split(tokenizer.decode(frame.end_tokens[0]))[0]
+    assert frame.parser(TOOLS).parse(answer).calls == [("look", arguments)]
+    assert type(frame.call_format(TOOLS)) is FORMS[form]
+    assert all(FORMS[form]().begin(called) in answer for called in ("", "look"))
 
 
 NAMES = st.from_regex(r"[\w.-]{1,12}", fullmatch=True)
