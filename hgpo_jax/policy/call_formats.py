@@ -71,7 +71,8 @@ class CallFormat(abc.ABC):
 
     def thought_end(self, text: str, at: int = 0) -> int:
         """Returns the end of the first </think> from `at` on that is not in a call; -1 if there is none."""
-        while tag := self._opening_or_end.search(text, at):
+        last = text.rfind(THINK_END) + len(THINK_END)  # what is opened behind it does not matter
+        while tag := self._opening_or_end.search(text, at, last):
             at = tag.end()
             if tag[0] == THINK_END:
                 return at
@@ -201,8 +202,10 @@ class LlamaCalls(CallFormat):
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters":'
 
     def before(self, text: str) -> int:
-        starts = (0, max(self.thought_end(text), 0))
-        return next((at for at in starts if self._may_begin(text[at:])), len(text))
+        if self._may_begin(text):
+            return 0
+        thought = self.thought_end(text)
+        return thought if thought >= 0 and self._may_begin(text[thought:]) else len(text)
 
     def _may_begin(self, text: str) -> bool:
         """Whether a text, or what may follow it, begins with a call."""
