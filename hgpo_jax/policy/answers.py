@@ -1,7 +1,8 @@
 """The parsing of answers: from sampled ids to text, and from text to a thought, a text and tool calls.
 
-Training, serving, chat and cloning all read answers with what stands here. An answer is text in which tags mark a thought, an
-action and calls; its prompt may already contain its beginning (`ChatFrame.opened`).
+Training, serving, chat and cloning all read answers with what stands here. An answer is text in which tags mark a thought and
+an action, and which calls tools in its family's form (`call_formats`); its prompt may already contain its beginning
+(`ChatFrame.opened`).
 """
 
 from __future__ import annotations
@@ -39,12 +40,17 @@ class AnswerParser:
       calls: the form of tool calls; None: none are read.
       inside_thought: whether the prompt has begun a thought that the answer has to end.
       forges: whether a text must not stand in a call, since no later prompt could show it.
+      most: the number of calls that a later prompt can show; the others are dropped. None: any number.
     """
 
     def __init__(
-        self, calls: CallFormat | None = None, inside_thought: bool = False, forges: Callable[[str], Any] = lambda text: False
+        self,
+        calls: CallFormat | None = None,
+        inside_thought: bool = False,
+        forges: Callable[[str], Any] = lambda text: False,
+        most: int | None = None,
     ):
-        self._calls, self._inside_thought, self._forges = calls, inside_thought, forges
+        self._calls, self._inside_thought, self._forges, self._most = calls, inside_thought, forges, most
 
     def parse(self, text: str, complete: bool = True) -> Answer:
         """Parses an answer. If one of its calls cannot be read, or if it was cut, it has no calls, and all of it is text.
@@ -60,7 +66,7 @@ class AnswerParser:
             return Answer(thought, rest)
         if not calls or self._forges(json.dumps(calls, ensure_ascii=False)):
             return Answer(thought, rest)
-        return Answer(thought, rest[:first].rstrip(), calls)
+        return Answer(thought, rest[:first].rstrip(), calls[: self._most])
 
     def settled(self, text: str) -> int:
         """Returns how much of the answer that begins with this text belongs to its content, whatever follows."""

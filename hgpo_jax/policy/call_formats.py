@@ -187,8 +187,7 @@ class LlamaCalls(CallFormat):
     """Calls as Llama 3 writes them: {"name": ..., "parameters": {...}}, several with or without a semicolon between them.
 
     No tag tells a call from JSON of another meaning. So an answer calls tools only if all that follows its thought is calls,
-    perhaps behind a <|python_tag|>, and if each of them names a tool of the prompt and has no other fields. The published
-    templates refuse an earlier answer with more than one call.
+    perhaps behind a <|python_tag|>, and if each of them names a tool of the prompt and has no other fields.
     """
 
     _KEYS = ('"name"', '"parameters"', '"arguments"', '"type"')

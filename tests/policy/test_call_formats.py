@@ -79,7 +79,7 @@ def test_what_published_templates_show_is_read(name, family, form):
     assert text.startswith(asked)
     answer = text[len(asked) :].split(tokenizer.decode(frame.end_tokens[0]))[0]
     assert frame.parser(TOOLS).parse(answer).calls == [("look", arguments)]
-    assert type(frame.call_format(TOOLS)) is FORMS[form]
+    assert type(frame.call_format(TOOLS)) is FORMS[form] and frame.most_calls == (1 if form == "llama" else None)
     assert all(FORMS[form]().begin(called) in answer for called in ("", "look"))
 
 
@@ -124,6 +124,18 @@ def test_what_the_history_shows_is_read(form, name, arguments):
     thought = f"<think>{text}</think>"
     assert parser.parse(thought) == (thought, "", ())
     assert parser.parse(f"{thought}{text}") == (thought, "", answer.calls)
+
+
+def test_a_call_that_the_template_cannot_show_is_dropped():
+    """Llama 3's template refuses an answer with two calls, so the next prompt could not be built."""
+    two = f"{GO};{GO}"
+    assert len(read("llama", two)[1]) == 2
+    for form, number in (("llama", 1), ("hermes", 2), ("qwen-coder", 2)):
+        frame = ChatFrame(TOKENIZERS[form])
+        text = two if form == "llama" else rendered(form, "go", {}) * 2
+        calls = [{"type": "function", "function": call._asdict()} for call in frame.parser(TOOLS).parse(text).calls]
+        assert len(calls) == number
+        assert frame.conversation([HI, {"role": "assistant", "content": "", "tool_calls": calls}, HI], TOOLS)
 
 
 LLAMA = '{"name": "look", "parameters": {"at": "a; b"}}'

@@ -95,7 +95,7 @@ CODER = "<tool_call>\n<function=look_at>\n<parameter=thing>\na désk\n</paramete
 
 @pytest.mark.parametrize(("answered", "texts", "required", "named"), [
     ("llama", {
-        LLAMA: (None, 1), f"<|python_tag|>{LLAMA}": (None, 1), f"{LLAMA}; {LLAMA}": (None, 2),
+        LLAMA: (None, 1), f"<|python_tag|>{LLAMA}": (None, 1), f"{LLAMA}; {LLAMA}": (None, 1),
         f"I look. {LLAMA}": (f"I look. {LLAMA}", 0), OTHER: (OTHER, 0), CODER: (CODER, 0),
     }, LLAMA[len('{"name": "') :], LLAMA[len('{"name": "look_at", "parameters":') :]),
     ("qwen-coder", {f"I look.\n\n{CODER}": ("I look.", 1), f"{CODER}\n{CODER}": (None, 2), LLAMA: (LLAMA, 0)},
