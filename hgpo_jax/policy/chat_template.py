@@ -10,6 +10,7 @@ in them can end the message or begin another.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
 import re
 import secrets
@@ -17,7 +18,8 @@ import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hgpo_jax.policy.answers import TAGS, THINK, THINK_END, AnswerParser, HermesCalls, call_format
+from hgpo_jax.policy.answers import TAGS, THINK, THINK_END, AnswerParser
+from hgpo_jax.policy.call_formats import CallFormat, call_format
 from hgpo_jax.policy.tokenizer import AS_TRAINED, PLAIN, generation_of
 from hgpo_jax.utils.errors import one_line
 
@@ -161,12 +163,29 @@ class ChatFrame:
 
         beginning: the beginning of the answer that follows the tail of the prompt; it is parsed, too.
         """
-        calls = self.call_format(tools) if tools else None
-        return AnswerParser(calls, self.inside_thought and not beginning, self.text.marker_in)
+        inside = self.inside_thought and not beginning
+        if not tools:
+            return AnswerParser(None, inside)
+        return AnswerParser(self.call_format(tools), inside, self.text.marker_in, self.most_calls)
 
-    def call_format(self, tools: Sequence[dict[str, Any]]) -> HermesCalls:
+    def call_format(self, tools: Sequence[dict[str, Any]]) -> CallFormat:
         """Returns the form of tool calls in answers to a prompt that shows these tools."""
-        return call_format(self._template(tools))
+        return call_format(self._template(tools), tools)
+
+    @functools.cached_property
+    def most_calls(self) -> int | None:
+        """The most calls that the template shows of one answer: 1 if it refuses a second, as Llama 3's does; None if not."""
+        call = {"type": "function", "function": {"name": _MARK, "arguments": {}}}
+        question, answer = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": ""}
+        try:
+            self._render([question, answer | {"tool_calls": [call]}])
+        except ValueError:
+            return None
+        try:
+            self._render([question, answer | {"tool_calls": [call, call]}])
+        except ValueError:
+            return 1
+        return None
 
     def switched(self, thinking: bool | None) -> ChatFrame:
         """Returns this frame with another `thinking`."""

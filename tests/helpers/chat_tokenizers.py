@@ -73,7 +73,8 @@ R1 = (
 IM, THINK, IM_ENDS = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], ["<think>", "</think>"], ["<|im_end|>", "<|endoftext|>"]
 R1_END = "<｜end▁of▁sentence｜>"
 LLAMA3_TOKENS = [
-    "<|eot_id|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|start_header_id|>", "<|end_header_id|>"
+    "<|eot_id|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eom_id|>", "<|python_tag|>", "<|start_header_id|>",
+    "<|end_header_id|>",
 ]  # fmt: skip
 # Families of models: special tokens, other added ones, a template of their form, and the end tokens that their
 # generation_config.json lists; the first of these is the tokenizer's.
@@ -100,3 +101,43 @@ def family_tokenizer(name: str) -> PreTrainedTokenizerFast:
     found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=ends[0], chat_template=template, **bos)
     found.generation = {"eos_token_id": [made.token_to_id(token) for token in ends]}
     return found
+
+
+# Stand-ins for published templates: how they show tools and calls, in words of ours. Llama 3's shows one call an answer and no
+# text beside it; Qwen3-Coder's quotes no string and writes other values as Python does.
+LLAMA3_CALLS = (
+    "{% if tools %}{{ '<|start_header_id|>system<|end_header_id|>\n\nEnvironment: ipython\n' }}"
+    "{{ 'A call is written {\"name\": NAME, \"parameters\": OBJECT}.\n' }}{{ tools | tojson }}{{ '<|eot_id|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|start_header_id|>' + ('ipython' if m.role == 'tool' else m.role) + '<|end_header_id|>\n\n' }}"
+    "{% if m.tool_calls %}{% if m.tool_calls | length > 1 %}{{ raise_exception('One call at once.') }}{% endif %}"
+    "{% set f = m.tool_calls[0].function %}"
+    "{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}' }}"
+    "{% else %}{{ m.content | trim }}{% endif %}{{ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+QWEN_CODER_CALLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' + m.content }}"
+    "{% if m.tool_calls and m.content %}{{ '\n\n' }}{% endif %}{% for c in m.tool_calls or [] %}"
+    "{{ ('' if loop.first else '\n') + '<tool_call>\n<function=' + c.function.name + '>\n' }}"
+    "{% for key, value in c.function.arguments | items %}{{ '<parameter=' + key + '>\n' }}"
+    "{{ value | tojson if value is mapping or (value is sequence and value is not string) else value | string }}"
+    "{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HERMES_CALLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{{ tools | tojson }}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + ('user' if m.role == 'tool' else m.role) + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '' if loop.first and not m.content else '\n' }}"
+    "{{ '<tool_call>\n' }}{{ c.function | tojson }}{{ '\n</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALLS = {"hermes": ("qwen2.5", HERMES_CALLS), "llama": ("llama3.2", LLAMA3_CALLS), "qwen-coder": ("qwen2.5", QWEN_CODER_CALLS)}
+
+
+def calling_tokenizer(form: str) -> PreTrainedTokenizerFast:
+    """A family's byte tokenizer with a stand-in for its template that shows tools and calls."""
+    family, template = CALLS[form]
+    tokenizer = family_tokenizer(family)
+    tokenizer.chat_template = template
+    return tokenizer

