@@ -17,6 +17,7 @@ import sys
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
+from hgpo_jax.utils.errors import ConfigError
 
 
 def main() -> None:
@@ -24,6 +25,12 @@ def main() -> None:
     cli.add_config_arguments(p)
     cli.add_distributed(p)
     p.add_argument("--dry-run", action="store_true", help="check everything but the weights, print the memory plan, and stop")
+    p.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="play the whole run through in minutes, on simulated devices: the same dtype, mesh, method and environment, only "
+        "smaller and shorter; writes nothing",
+    )
     p.add_argument(
         "--resume",
         metavar="auto|never|RUN",
@@ -49,6 +56,12 @@ def main() -> None:
 
     if config:
         check_overrides(config, args.overrides)
+    if args.rehearse:
+        if config is None:
+            raise ConfigError(f"--resume {args.resume}: a rehearsal begins anew; leave it out")
+        from hgpo_jax.trainer.rehearsal import rehearse  # seconds, as above
+
+        return rehearse(config)
     allowed = tuple(args.allow_change)
     if args.dry_run:
         return dry_run(fields, args.resume, allowed)

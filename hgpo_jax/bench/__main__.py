@@ -6,13 +6,26 @@ import json
 import sys
 from pathlib import Path
 
-from hgpo_jax.bench import accelerator, advantages, environments, limits, plan, rollout, sample, serving, training, update
+from hgpo_jax.bench import (
+    accelerator,
+    advantages,
+    attention,
+    environments,
+    limits,
+    plan,
+    rollout,
+    sample,
+    serving,
+    training,
+    update,
+)
 from hgpo_jax.config import cli
 from hgpo_jax.utils.errors import ConfigError
 
 BENCHES = {
     "accelerator": accelerator,
     "advantages": advantages,
+    "attention": attention,
     "envs": environments,
     "plan": plan,
     "rollout": rollout,

@@ -131,3 +131,10 @@ def compiled_bytes(compiled) -> int:
     """Returns the peak bytes on each device of a compiled program, by the compiler's own analysis."""
     m = compiled.memory_analysis()
     return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+
+
+def peak_rows(mesh) -> list[dict]:
+    """Returns a row with the most memory that a device of this process held until now; none where jax does not count it."""
+    stats = [device.memory_stats() or {} for device in mesh.local_devices]
+    most = max(each.get("peak_bytes_in_use", 0) for each in stats)
+    return [row("peak memory of the process, counted by the device", most / GiB, "GiB")] if most else []

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             rows += _rows(args, model, batch, prompt, seconds, rates)
             size = limits.compiled_bytes(ours[args.new].func) / limits.GiB
             rows.append(row(f"memory of the program with the weights, batch {batch}", size, "GiB"))
-    return [*rows, *rates.rows(args.dtype)]
+    return [*rows, *limits.peak_rows(mesh), *rates.rows(args.dtype)]
 
 
 def samplers(model: ModelConfig, mesh, params, prompts: np.ndarray, new: int, temperature: float = 1.0) -> dict:

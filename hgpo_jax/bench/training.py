@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         row("iteration", rollout + update, "s", sum(parts.values()) / (rollout + update)),
         row("prompt and response tokens", tokens / (rollout + update), "tokens/s"),
         *(row(f"compile {phase}", timing.first - timing.median, "s") for phase, timing in timings.items()),
+        *limits.peak_rows(job.mesh),
         *rates.rows(config.policy.compute_dtype),
     ]
 

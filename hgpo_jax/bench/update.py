@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         *again,
         row("tokens", args.rows * args.tokens / seconds["ours"], "tokens/s"),
         row("memory of the program with weights and optimizer", limits.compiled_bytes(ours.compiled) / limits.GiB, "GiB"),
+        *limits.peak_rows(mesh),
         *rates.rows(args.dtype),
     ]
 

@@ -1,14 +1,17 @@
 """The benchmarks on very small shapes: rows that `--json` writes, one work on both sides, refusals."""
 
 import dataclasses
+import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hgpo_jax.bench import __main__ as command
-from hgpo_jax.bench import advantages, limits, policies, sample
+from hgpo_jax.bench import advantages, attention, limits, policies, sample
 from hgpo_jax.policy import initialize
+from hgpo_jax.policy.attention import attend_all
 
 TINY = ["--policy", "household", "--layers", "3", "--repeats", "1"]
 PEER = ("--against", "transformers")
@@ -31,7 +34,7 @@ def by_name(found: list[dict]) -> dict[str, dict]:
     assert machine["name"] == "machine" and "cores" in machine["value"]
     for row in rows:
         assert set(row) == {"name", "value", "unit", "limit_share", "ratio"}, row
-        assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s"), row
+        assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s", "of the norm"), row
         assert np.isfinite([row["value"], row["limit_share"] or 0, row["ratio"] or 0]).all(), row
     return {row["name"]: row for row in rows}
 
@@ -57,6 +60,27 @@ def test_update(bench, lora):
     rows = by_name(bench("update", *TINY, "--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full", *lora, *PEER))
     update, again = starting(rows, "update, household, 3 layers, 6 x 12"), starting(rows, "the same")
     assert update["value"] == again["value"] and update["limit_share"] < again["limit_share"] and update["ratio"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", [False, True])
+def test_attention(bench, monkeypatch, wrong):
+    if wrong:  # every slot would be its own start
+        monkeypatch.setattr(attention, "attend_all", lambda q, k, v, start: attend_all(q, k, v, jnp.arange(q.shape[1])[None]))
+    rows = by_name(bench("attention", *TINY, "--dtype", "bfloat16", "--rows", "2", "--tokens", "10"))
+    for kind in ("", ", packed"):
+        ours, products = (starting(rows, f"largest error of {name}{kind}")["value"] for name in ("ours", "products"))
+        assert 0 < products < 0.01 and (ours > 0.1 if wrong else ours < 0.01)
+    assert starting(rows, "attention and its gradient, household, 2 x 10 tokens")["ratio"] > 0
+
+
+def test_a_device_that_counts_its_memory_has_a_row():
+    def device(stats):
+        return types.SimpleNamespace(memory_stats=lambda: stats)
+
+    mesh = types.SimpleNamespace(local_devices=[device({"peak_bytes_in_use": 2**30}), device({"peak_bytes_in_use": 2**31})])
+    assert [row["value"] for row in limits.peak_rows(mesh)] == [2.0]
+    assert limits.peak_rows(types.SimpleNamespace(local_devices=[device(None)])) == []
 
 
 @pytest.mark.slow

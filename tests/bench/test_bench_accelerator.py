@@ -1,5 +1,6 @@
 """`bench accelerator`: whatever happens to one part, the others' rows are kept."""
 
+import argparse
 import json
 import time
 
@@ -28,6 +29,7 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(bench, tmp_path, mo
     monkeypatch.setenv("PYTHONPATH", "")
     monkeypatch.setattr(accelerator, "PARTS", {what: f"bench {what}" for what in ("fails", "works", "hangs", "late")})
     monkeypatch.setattr(accelerator, "TINY", {"bench": ""})
+    monkeypatch.setattr(accelerator, "SHARE", 1)
     began, seen, part = time.monotonic(), [], accelerator.part
 
     def noted(*arguments):
@@ -45,6 +47,8 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(bench, tmp_path, mo
     assert any(name.startswith("hangs: stopped after") for name in rows)
     assert "late: no time was left" in rows
     out, err = capfd.readouterr()
+    assert "first line" in err  # of a part that failed
+    assert 'hgpo_jax.py", line 5' in err  # where a part hung
     assert "[1/4] fails" in err and "| works: speed | 2 | s | 50% |" in out
 
 
@@ -53,12 +57,21 @@ def test_without_an_accelerator_it_is_refused(monkeypatch, refused):
     assert "jax finds no accelerator here; --tiny" in refused("accelerator")
 
 
+def test_a_part_leaves_time_to_the_others(bench, monkeypatch):
+    limits = []
+    monkeypatch.setattr(accelerator, "peer_works", lambda: False)
+    monkeypatch.setattr(accelerator, "part", lambda command, seconds: limits.append(seconds) or [])
+    bench("accelerator", "--minutes", "1", "--tiny")
+    assert max(limits) <= 60 * accelerator.SHARE < 30
+
+
 @pytest.mark.parametrize("tiny", [False, True])
 @pytest.mark.parametrize("peer", [False, True])
 def test_every_part_is_one_that_its_command_takes(tiny, peer, monkeypatch):
     monkeypatch.setattr(accelerator, "peer_works", lambda: peer)
+    options = argparse.Namespace(tiny=tiny, alfworld="GAMES", tokenizer="WORDS")
     for text in accelerator.PARTS.values():
-        name, *rest = accelerator.words(text, tiny=tiny)
+        name, *rest = accelerator.words(text, options)
         if name == "train":
             load(None, rest)
             continue
@@ -66,6 +79,13 @@ def test_every_part_is_one_that_its_command_takes(tiny, peer, monkeypatch):
         command.BENCHES[rest[0]].add_arguments(parser)
         args = parser.parse_intermixed_args(rest[1:])
         assert peer or not getattr(args, "against", None)
+        if "{alfworld}" in text:
+            assert load(args.config, args.overrides).env.data == "GAMES"
+
+
+def test_the_iteration_of_alfworld_asks_for_its_folders(bench, monkeypatch):
+    monkeypatch.setattr(accelerator, "PARTS", {"games": accelerator.ALFWORLD})
+    assert bench("accelerator", "--tiny")[0]["name"] == "games: needs --alfworld and --tokenizer"
 
 
 @pytest.mark.slow

@@ -60,6 +60,18 @@ def test_trains_end_to_end(environment, tokenizer, tmp_path):
 
 
 @pytest.mark.slow
+@REAL
+def test_the_papers_settings_are_rehearsed(tokenizer, tmp_path):
+    """In bfloat16 on two devices of fsdp; Qwen2.5's words and template, random weights."""
+    place = [f"data={FOLDERS['alfworld']}", f"policy.tokenizer={tokenizer}", f"cache_dir={tmp_path / 'cache'}"]
+    fields = ["--config", "alfworld_qwen2.5_1.5b", "env.split=valid_train", *place]
+    out = command("-m", "hgpo_jax.train", "--rehearse", *fields, cwd=tmp_path)
+    assert "[5/5] export" in out.stderr and "not shown: the weights of Qwen/Qwen2.5-1.5B-Instruct" in out.stdout
+    assert "tokenizer" not in out.stdout.split("not shown")[1]
+    assert [file.name for file in tmp_path.iterdir()] == ["cache"]
+
+
+@pytest.mark.slow
 def test_a_sampler_that_differs_from_the_trainer_is_corrected_for(tmp_path):
     """In bfloat16, sums in another order give other log-probabilities."""
     folder = tmp_path / "run"

@@ -1,0 +1,72 @@
+"""`train --rehearse`: what is smaller, what stays, and how a stage that fails is told."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hgpo_jax.config import load
+from hgpo_jax.policy import shardings
+from hgpo_jax.policy.mesh import abstract_mesh
+from hgpo_jax.policy.presets import preset
+from hgpo_jax.trainer import rehearsal
+from hgpo_jax.utils.errors import ConfigError, RunError
+from tests.helpers.training import command
+
+PUBLISHED = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen3-4B", "Llama-3.2-1B", "SmolLM2-135M")
+AXES = st.fixed_dictionaries({axis: st.sampled_from((1, 2, 3, 4, 8)) for axis in ("data", "fsdp", "tensor")})
+
+
+@settings(max_examples=20)
+@given(AXES, st.sampled_from(PUBLISHED), st.integers(10, 200_000))
+def test_the_mesh_divides_a_smaller_policy(axes, name, words):
+    published = preset(name)
+    model = rehearsal.smaller_model(published, axes, words)
+    shardings(model, abstract_mesh(",".join(f"{axis}={size}" for axis, size in axes.items())))  # raises where it does not
+    assert model.vocab_size >= words and model.num_hidden_layers <= 2
+    assert model.hidden_size == model.num_attention_heads * model.head_size
+    ratio, before = (m.num_attention_heads // m.num_key_value_heads for m in (model, published))
+    assert ratio % before == 0  # more where key-value heads are replicated
+    assert (model.model_type, model.tie_word_embeddings) == (published.model_type, published.tie_word_embeddings)
+
+
+@given(AXES, st.integers(1, 8), st.integers(1, 300), st.integers(1, 64))
+def test_the_mesh_divides_what_is_counted(axes, group_size, minibatch, microbatch):
+    sizes = [f"rollout.group_size={group_size}", f"learner.minibatch_size={minibatch}", f"learner.microbatch_size={microbatch}"]
+    fields = rehearsal.smaller(load(None, sizes), axes)
+    episodes = fields["rollout"]["prompt_groups"] * fields["rollout"]["group_size"]
+    assert episodes % (axes["data"] * axes["fsdp"]) == 0
+    assert fields["rollout"]["group_size"] == min(group_size, 2)  # a method may refuse a single one
+    assert fields["learner"]["minibatch_size"] <= minibatch and fields["learner"]["microbatch_size"] <= microbatch
+
+
+def test_what_is_not_counted_stays():
+    config = load("alfworld_qwen2.5_1.5b", ["method=ppo", "learner.offload=true", "mesh=data=2,tensor=-1"])
+    fields, before = rehearsal.smaller(config, rehearsal._axes(config.mesh)), config.model_dump(mode="json")
+    counted = {*rehearsal.MOST, "rollout.prompt_groups", "rollout.decode_batch_size", "learner.minibatch_size", "log.wandb"}
+    for section, values in before.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if f"{section}.{name}" not in counted:
+                assert fields[section][name] == value, (section, name)
+    assert (fields["method"], fields["mesh"]) == ("ppo", "data=2,fsdp=1,tensor=2")
+
+
+@pytest.mark.parametrize("end, told", [("sys.exit('no such kernel')", "exit code 1"), ("os.abort()", "killed by SIGABRT")])
+def test_a_stage_that_fails_is_named(end, told, tmp_path, monkeypatch, capfd):
+    (tmp_path / "hgpo_jax.py").write_text(f"import os, sys\nprint('compiling the update', flush=True)\n{end}")
+    monkeypatch.chdir(tmp_path)  # where `python -m hgpo_jax` is this program
+    monkeypatch.setenv("PYTHONPATH", "")
+    with pytest.raises(RunError, match=f"resume for another.*{told}.*train --resume"):
+        rehearsal._run("resume for another", ["train", "--resume", "R"], 2, tmp_path)
+    assert "compiling the update" in capfd.readouterr().err
+
+
+def test_a_source_of_unknown_sizes_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="sizes are not known"):
+        rehearsal._origin(load("household_smollm2"), str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_run_is_rehearsed(tmp_path):
+    out = command("-m", "hgpo_jax.train", "--rehearse", "mesh=data=2", f"cache_dir={tmp_path}", cwd=tmp_path)
+    assert "[4/4] report" in out.stderr and "it runs to the end" in out.stdout
+    assert not list(tmp_path.glob("runs*"))
