@@ -79,6 +79,7 @@ def test_an_evaluation_repeats_the_runs_own(trained):
         hgpo_jax.evaluate_policy(run.folder / "policy")
 
 
+@pytest.mark.slow  # trains once more
 def test_a_second_training_in_the_process_and_a_longer_one(trained):
     run, _ = trained
     assert hgpo_jax.fit(run.config, resume=True) == run  # has ended: as it is
@@ -94,6 +95,7 @@ def test_a_second_training_in_the_process_and_a_longer_one(trained):
     assert run.policy().params.keys() == hgpo_jax.load_policy(run.folder / "policy").params.keys()
 
 
+@pytest.mark.slow  # trains once more
 def test_what_a_callback_raises_ends_the_training_after_saving(tmp_path):
     config = hgpo_jax.load_config("household", **FIELDS | {"cache_dir": tmp_path / "cache", "log.checkpoint_every": 100})
     rows = []
