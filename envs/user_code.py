@@ -18,7 +18,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -81,6 +81,19 @@ def load(name: str) -> tuple[ModuleType, Any]:
     if not callable(target):
         raise ValueError(f"{attribute} is a {type(target).__name__}; name a class or a function")
     return module, target
+
+
+def load_function(name: str, group: str, form: str) -> Callable:
+    """Loads a function of one argument. Raises ValueError, in one line, if there is none.
+
+    name, group: as in `locate`. form: how the function is written, as in `key(observation)`.
+    """
+    _, function = load(locate(name, group))
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        raise ValueError(f"does not take one argument; write it as {form}") from None
+    return function
 
 
 def module_of(place: str) -> ModuleType:

@@ -59,7 +59,7 @@ def main() -> None:
     if args.rehearse:
         if config is None:
             raise ConfigError(f"--resume {args.resume}: a rehearsal begins anew; leave it out")
-        from hgpo_jax.trainer.rehearsal import rehearse
+        from hgpo_jax.trainer.rehearsal import rehearse  # seconds, as above
 
         return rehearse(config)
     allowed = tuple(args.allow_change)

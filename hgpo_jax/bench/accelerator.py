@@ -107,7 +107,7 @@ def python(program: str) -> str:
 @functools.cache
 def peer_works() -> bool:
     """Whether torch is installed and finds the accelerator."""
-    return python("from hgpo_jax.bench.policies import load_peer; load_peer('transformers'); print('yes')") == "yes"
+    return python("from hgpo_jax.bench.policy_options import load_peer; load_peer('transformers'); print('yes')") == "yes"
 
 
 def words(text: str, args: argparse.Namespace) -> list[str]:

@@ -15,7 +15,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from hgpo_jax.bench import limits, policies
+from hgpo_jax.bench import limits, policy_options
 from hgpo_jax.bench.limits import row
 from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.policy.attention import attend_all
@@ -24,14 +24,14 @@ SEGMENTS = 4  # of a packed row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    policies.add_arguments(parser)
+    policy_options.add_arguments(parser)
     parser.add_argument("--rows", type=whole_number, default=2, help="sequences")
     parser.add_argument("--tokens", type=whole_number, default=512, help="tokens of each")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Returns rows; a ratio is our speed to that of plain products, both in --dtype."""
-    model, _, mesh = policies.open_policy(args, [args.rows])
+    model, _, mesh = policy_options.open_policy(args, [args.rows])
     B, S, H, G, E = args.rows, args.tokens, model.num_attention_heads, model.num_key_value_heads, model.head_size
     rates, rows = limits.measure_rates(mesh, args.dtype), []
     slots = jnp.broadcast_to(jnp.arange(S), (B, S))

@@ -22,9 +22,9 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from hgpo_jax.bench.artificial_environment import ArtificialEnvironment
 from hgpo_jax.bench.limits import row, timed
-from hgpo_jax.bench.made_up import MadeUp
-from hgpo_jax.bench.rollout import NEVER, UNIFORM, MadeUpFormat
+from hgpo_jax.bench.rollout import NEVER, UNIFORM, ArtificialFormat
 from hgpo_jax.config import PolicyConfig
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.alfworld.dataset import list_games
@@ -151,11 +151,11 @@ def products(count: int) -> list[dict]:
 def waiting(milliseconds: int) -> list[dict]:
     """Measures rollouts with steps that take time, by a tiny policy with responses of 8 tokens."""
     mesh, model = make_mesh("data=1", jax.devices()[:1]), ModelConfig(vocab_size=256, **PolicyConfig().sizes)
-    text, tasks = MadeUpFormat(256, 20, 128, 128, NEVER), np.arange(WAITING)
+    text, tasks = ArtificialFormat(256, 20, 128, 128, NEVER), np.arange(WAITING)
     inputs = {SHARED: initialize(model, 0, mesh)}, tasks, jax.random.split(jax.random.key(0), WAITING), tasks, UNIFORM
     rows = []
     for kind in ("exponential", "constant"):
-        make_env = functools.partial(MadeUp, 20, milliseconds / 1e3, kind == "exponential")
+        make_env = functools.partial(ArtificialEnvironment, 20, milliseconds / 1e3, kind == "exponential")
         with contextlib.ExitStack() as stack:
             calls = {}
             for fraction in (1.0, READY):

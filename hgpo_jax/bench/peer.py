@@ -48,7 +48,7 @@ def make_learner(c: ModelConfig, params: dict, frozen: dict | None):
     """Makes the model to train, in float32; with frozen weights, peft's adapters with the values of `params` are trained."""
     if frozen is None:
         return make_model(c, params, "float32")
-    from peft import PeftModel
+    from peft import PeftModel  # takes seconds to import, and only adapters need it
 
     with tempfile.TemporaryDirectory() as folder:
         lora.save(Path(folder, "adapters"), c, params)

@@ -17,9 +17,9 @@ import math
 import jax
 import numpy as np
 
-from hgpo_jax.bench import limits, policies
+from hgpo_jax.bench import limits, policy_options
+from hgpo_jax.bench.artificial_environment import ArtificialEnvironment
 from hgpo_jax.bench.limits import row
-from hgpo_jax.bench.made_up import MadeUp
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.policy import initialize, network
@@ -33,7 +33,7 @@ END, NEVER = 0, -1
 UNIFORM = Decoding(temperature=1e6)  # whatever the logits
 
 
-class MadeUpFormat:
+class ArtificialFormat:
     """Prompts of random tokens that grow from one length to another."""
 
     def __init__(self, vocabulary: int, turns: int, shortest: int, longest: int, end: int):
@@ -55,7 +55,7 @@ class MadeUpFormat:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    policies.add_arguments(parser)
+    policy_options.add_arguments(parser)
     for name, default, meaning in (
         ("episodes", 32, "episodes, each of another task"),
         ("slots", 32, "of them that are decoded at a time"),
@@ -75,15 +75,15 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError(f"--mean {args.mean}: must be 2 or more; for answers of one token give --longest 1 --equal")
     if args.shortest_prompt > args.longest_prompt:
         raise ConfigError(f"--shortest-prompt {args.shortest_prompt}: is above --longest-prompt {args.longest_prompt}")
-    model, _, mesh = policies.open_policy(args, [args.slots])
+    model, _, mesh = policy_options.open_policy(args, [args.slots])
     model = dataclasses.replace(model, vocab_size=args.mean)
     end = NEVER if args.equal else END
-    text = MadeUpFormat(args.mean, args.turns, args.shortest_prompt, args.longest_prompt, end)
+    text = ArtificialFormat(args.mean, args.turns, args.shortest_prompt, args.longest_prompt, end)
     tasks, keys = np.arange(args.episodes), jax.random.split(jax.random.key(1), args.episodes)
     with jax.set_mesh(mesh):
         params = cast(initialize(model, 0, mesh), args.dtype)
         rollout = HostRollout(
-            functools.partial(MadeUp, args.turns),
+            functools.partial(ArtificialEnvironment, args.turns),
             text,
             {SHARED: network(model)},
             mesh,
@@ -126,7 +126,7 @@ def fewest(lengths: np.ndarray, slots: int) -> int:
 class Lockstep:
     """Lockstep rollouts: `lockstep(params, tasks, keys)` plays turn by turn; (lengths of all responses i32[B, T], steps)."""
 
-    def __init__(self, graphdef, mesh, text: MadeUpFormat, args: argparse.Namespace):
+    def __init__(self, graphdef, mesh, text: ArtificialFormat, args: argparse.Namespace):
         self._text, self._turns, self._slots = text, args.turns, args.slots
         self._blocks, self._sample = make_decode_blocks(graphdef), make_sampler(graphdef, mesh, args.longest, text.end_tokens)
         self._widths = buckets(args.longest_prompt, factor=2, smallest=128)

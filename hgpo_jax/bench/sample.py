@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hgpo_jax.bench import limits, policies
+from hgpo_jax.bench import limits, policy_options
 from hgpo_jax.bench.limits import row
 from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.policy import ModelConfig, initialize, network
@@ -24,8 +24,8 @@ from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sample
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    policies.add_arguments(parser)
-    policies.add_against(parser)
+    policy_options.add_arguments(parser)
+    policy_options.add_against(parser)
     parser.add_argument("--prompt", type=whole_number, help="tokens of each prompt; default 128, the household's own")
     parser.add_argument("--new", type=functools.partial(whole_number, low=2), default=32, help="tokens of each response")
     parser.add_argument("--batch", type=whole_number, nargs="+", default=[1, 8], help="rows at once; several in turn")
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Returns rows; a ratio is our speed to the peer's."""
-    model, prompt, mesh = policies.open_policy(args, args.batch)
-    peer, prompt = policies.load_peer(args.against), args.prompt or prompt
+    model, prompt, mesh = policy_options.open_policy(args, args.batch)
+    peer, prompt = policy_options.load_peer(args.against), args.prompt or prompt
     rates, rows = limits.measure_rates(mesh, args.dtype), []
     with jax.set_mesh(mesh):
         params = cast(initialize(model, 0, mesh), args.dtype)

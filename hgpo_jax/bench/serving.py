@@ -129,7 +129,7 @@ def sample_directly(policy: Policy, programs: SlotPrograms, keys, slots: int, lo
 
 def ask(url: str, load: Load) -> tuple[float, list[float]]:
     """Runs the clients, in a separate process; returns tokens per second and the seconds to each answer's first token."""
-    import openai
+    import openai  # optional
 
     def client(number: int) -> tuple[int, list[float]]:
         tokens, first = 0, []

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hgpo_jax.bench import limits, policies
+from hgpo_jax.bench import limits, policy_options
 from hgpo_jax.bench.limits import row
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.command_line import whole_number
@@ -34,8 +34,8 @@ from hgpo_jax.utils.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    policies.add_arguments(parser)
-    policies.add_against(parser)
+    policy_options.add_arguments(parser)
+    policy_options.add_against(parser)
     parser.add_argument("--rows", type=whole_number, default=16, help="decisions to learn from, in one optimizer step")
     parser.add_argument("--tokens", type=whole_number, default=512, help="tokens of each, prompt and response")
     parser.add_argument("--response", type=whole_number, help="of these, tokens of the response; default an eighth")
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError(f"--response {response}: leaves no prompt of --tokens {args.tokens}")
     if args.lora and args.against and importlib.util.find_spec("peft") is None:
         raise ConfigError("--lora: --against transformers needs peft; pip install 'hgpo_jax[parity]'")
-    model, _, mesh = policies.open_policy(args, [args.rows])
-    peer = policies.load_peer(args.against)
+    model, _, mesh = policy_options.open_policy(args, [args.rows])
+    peer = policy_options.load_peer(args.against)
     if args.lora:
         model = dataclasses.replace(model, lora=LoraConfig(args.lora, alpha=2 * args.lora))
     sizes = {"minibatch_size": args.rows, "microbatch_size": args.microbatch}

@@ -6,21 +6,18 @@ Every field has a description (`--help` prints it), its valid values, and a defa
 
 from hgpo_jax.config.describe import COMMON, completions, describe
 from hgpo_jax.config.earlier_fields import REMOVED, drop_removed
-from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig, OptimizerConfig
+from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.load import CONFIGS, dump, load, named_files, read_fields, read_yaml, resolve
 from hgpo_jax.config.overrides import SHORT
 from hgpo_jax.config.roles import RoleConfig
 from hgpo_jax.config.schema import (
     OPEN,
-    CloningConfig,
     Config,
     EnvConfig,
     EvaluationConfig,
     LogConfig,
-    LoraFields,
     PolicyConfig,
     Positive,
-    RolloutConfig,
     Section,
     fields,
     role_fields,
@@ -32,20 +29,14 @@ __all__ = [
     "OPEN",
     "REMOVED",
     "SHORT",
-    "AdvantageConfig",
-    "CloningConfig",
     "Config",
-    "CriticConfig",
     "EnvConfig",
     "EvaluationConfig",
     "LearnerConfig",
     "LogConfig",
-    "LoraFields",
-    "OptimizerConfig",
     "PolicyConfig",
     "Positive",
     "RoleConfig",
-    "RolloutConfig",
     "Section",
     "completions",
     "describe",

@@ -28,6 +28,7 @@ from hgpo_jax.envs.protocol import CompiledEnv
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
 from hgpo_jax.evaluation.statistics import mcnemar, paired_difference, wilson
 from hgpo_jax.rollout import environments
+from hgpo_jax.rollout.alfworld_games import alfworld_data
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
@@ -58,7 +59,7 @@ def _short(content: bytes) -> str:
 def _games(config: Config, count: int) -> list[str]:
     """Describes ALFWorld's games: the trial and the game's file."""
     try:
-        games = list_games(config.env.held_out, environments.alfworld_data(config))
+        games = list_games(config.env.held_out, alfworld_data(config))
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={config.env.data}: {one_line(str(error))}") from None
     return [f"{game.trial} {_short(game.path.read_bytes())}" for game in games]

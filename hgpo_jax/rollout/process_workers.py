@@ -131,7 +131,7 @@ class ProcessWorkers:
       episodes: of a batch.
       time_limit: timeout in seconds for one answer.
       start_limit: timeout in seconds for a process to make its first environment.
-      local: the workers inside each process; with `reward_functions.LocalReward`, `make_env` loads a reward function.
+      local: the workers inside each process; with `reward_workers.LocalReward`, `make_env` loads a reward function.
 
     Raises:
       ValueError: the first environment cannot be made.

@@ -7,7 +7,6 @@ A number is the reward of the last turn; a list has one for each turn.
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers
 import traceback
@@ -66,13 +65,9 @@ class LocalReward:
 def reward_function(source: str) -> Callable:
     """Returns the function of `reward=source`. Raises ConfigError if there is none."""
     try:
-        _, function = user_code.load(user_code.locate(source, user_code.REWARDS))
-        inspect.signature(function).bind(None)
+        return user_code.load_function(source, user_code.REWARDS, "score(episode)")
     except ValueError as error:
         raise ConfigError(f"reward.source={source}: {error}") from None
-    except TypeError:
-        raise ConfigError(f"reward.source={source}: does not take one argument; write it as score(episode)") from None
-    return function
 
 
 def read_rewards(returned, turns: int) -> list[float]:

@@ -8,7 +8,6 @@ An observation with a step counter or a clock occurs only once; without a peer g
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 
 import numpy as np
@@ -23,13 +22,9 @@ from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 def state_key_function(name: str) -> Callable:
     """Returns the function of `env.state_key=name`. Raises ConfigError if there is none."""
     try:
-        _, function = user_code.load(user_code.locate(name, user_code.STATE_KEYS))
-        inspect.signature(function).bind(None)
+        return user_code.load_function(name, user_code.STATE_KEYS, "key(observation)")
     except ValueError as error:
         raise ConfigError(f"env.state_key={name}: {error}") from None
-    except TypeError:
-        raise ConfigError(f"env.state_key={name}: does not take one argument; write it as key(observation)") from None
-    return function
 
 
 def key_numbers(texts: list[str], name: str) -> np.ndarray:

@@ -332,7 +332,7 @@ def cache_key(config: Config) -> str:
         str(config.start_seed),
         config.model_dump_json(include={"env", "policy", "lora", "rollout"}),
         config.cloning.model_dump_json(exclude={"seed"}),
-        *(role + own.model_dump_json(exclude={"lr"}) for role, own in sorted(config.roles.items())),
+        *(role + fields.model_dump_json(exclude={"lr"}) for role, fields in sorted(config.roles.items())),
         str(config.learner.microbatch_size),
         str(CACHE_VERSION),
         *(f"{package} {version(package)}" for package in ("hgpo_jax", "jax", "jaxlib", "flax", "optax")),

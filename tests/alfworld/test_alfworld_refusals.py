@@ -9,7 +9,7 @@ from alfworld_places import DATA, GAMES, LOGIC
 from hgpo_jax.config import load
 from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES, list_games
-from hgpo_jax.rollout.environments import alfworld_text
+from hgpo_jax.rollout.alfworld_games import alfworld_text
 from hgpo_jax.utils.errors import ConfigError
 
 TEXTS = json.loads(GAMES[0].read_text())

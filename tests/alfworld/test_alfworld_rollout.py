@@ -11,7 +11,7 @@ from hgpo_jax.config import load
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.alfworld.short_prompts import ShortPromptAlfworld
 from hgpo_jax.envs.alfworld.text import AlfworldText
-from hgpo_jax.rollout.environments import alfworld, alfworld_games
+from hgpo_jax.rollout.alfworld_games import alfworld, alfworld_games
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.bench import __main__ as command
-from hgpo_jax.bench import advantages, attention, limits, policies, sample
+from hgpo_jax.bench import advantages, attention, limits, policy_options, sample
 from hgpo_jax.policy import initialize
 from hgpo_jax.policy.attention import attend_all
 
@@ -104,7 +104,7 @@ def test_the_dictionary_loop_computes_the_same(bench, monkeypatch):
 def test_the_peer_generates_the_same_tokens():
     from hgpo_jax.bench import peer
 
-    model, _, mesh = policies.open_policy(parse(TINY), [3])
+    model, _, mesh = policy_options.open_policy(parse(TINY), [3])
     model = dataclasses.replace(model, initializer_range=0.5)
     prompts = np.random.default_rng(0).integers(0, model.vocab_size, (3, 7)).astype(np.int32)
     with jax.set_mesh(mesh):
@@ -116,7 +116,7 @@ def test_the_peer_generates_the_same_tokens():
 
 def parse(arguments):
     parser = command.cli.parser("bench", "")
-    policies.add_arguments(parser)
+    policy_options.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -136,7 +136,7 @@ def test_refusals(refused, arguments, said):
 
 @pytest.mark.parametrize("name", ["sample", "update"])
 def test_without_torch_there_is_no_peer(monkeypatch, refused, name):
-    monkeypatch.setattr(policies.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(policy_options.importlib.util, "find_spec", lambda name: None)
     assert "needs torch; pip install 'hgpo_jax[parity]'" in refused(name, *PEER)
 
 
@@ -169,7 +169,7 @@ def test_calls_are_timed_by_turns_and_the_first_round_apart(monkeypatch):
 
 
 def test_counts_of_operations_and_bytes():
-    model, _, mesh = policies.open_policy(parse(TINY), [1])
+    model, _, mesh = policy_options.open_policy(parse(TINY), [1])
     params = initialize(model, 0, mesh)
     assert limits.read_bytes(model, 0, 0, 4) == sum(a.nbytes for a in jax.tree.leaves(params))
     size, heads = model.head_size, 3 * 2 * model.num_key_value_heads  # of all layers

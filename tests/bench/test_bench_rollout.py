@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.bench import limits, rollout
-from hgpo_jax.bench.made_up import MadeUp
+from hgpo_jax.bench.artificial_environment import ArtificialEnvironment
 
 SMALL = [
     "--repeats", "1", "--turns", "4", "--mean", "12", "--longest", "40", "--shortest-prompt", "10", "--longest-prompt", "30",
@@ -32,10 +32,10 @@ def test_the_fewest_steps():
 
 
 def test_waiting_times_are_a_tasks_own_and_have_the_mean():
-    env = MadeUp(10_000, 0.5, spread=True)
+    env = ArtificialEnvironment(10_000, 0.5, spread=True)
     assert env.times(3) == env.times(3) != env.times(4)
     assert np.mean(env.times(3)) == pytest.approx(0.5, rel=0.05) and np.std(env.times(3)) == pytest.approx(0.5, rel=0.05)
-    assert MadeUp(3, 0.5).times(3) == [0.5] * 3
+    assert ArtificialEnvironment(3, 0.5).times(3) == [0.5] * 3
 
 
 def test_rates_bound_the_work_by_the_slower_of_two():

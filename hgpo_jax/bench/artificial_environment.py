@@ -4,7 +4,7 @@ import random
 import time
 
 
-class MadeUp:
+class ArtificialEnvironment:
     """An environment in which any action counts and every episode has all turns.
 
     mean: seconds of a step on average; `spread` draws them from the exponential distribution, the same for each task.

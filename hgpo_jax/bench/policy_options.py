@@ -68,7 +68,7 @@ def load_peer(name: str | None):
         return None
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(f"--against {name}: needs torch; pip install 'hgpo_jax[parity]'")
-    from hgpo_jax.bench import peer
+    from hgpo_jax.bench import peer  # needs the optional torch
 
     open_devices()
     peer.device()
