@@ -29,6 +29,7 @@ from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import AS_TRAINED, GENERATION, generation_of, read_tokenizer
 from hgpo_jax.policy.transformer import Qwen2
 from hgpo_jax.utils.files import CACHE_DIR
+from hgpo_jax.utils.heartbeat import phase
 
 __all__ = [
     "PARAMETER_AXES",
@@ -75,6 +76,7 @@ class Policy:
         """Ids of the tokens that end an answer. Raises ValueError if there are none."""
         return self.frame.end_tokens if self.frame else end_tokens(self.tokenizer)
 
+    @phase("saving the weights")
     def save(
         self,
         folder: str | Path,
@@ -122,6 +124,7 @@ def _logits(graphdef, params, tokens):
     return model.logits(model.hidden(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)))
 
 
+@phase("loading the weights")
 def load_policy(
     folder: str | Path, mesh: Mesh | None = None, dtype: str = "float32", cache_dir: str | Path = CACHE_DIR
 ) -> Policy:
