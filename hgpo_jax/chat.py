@@ -24,6 +24,7 @@ from hgpo_jax.sampling.conversation import Chat
 from hgpo_jax.sampling.generate import published_decoding
 from hgpo_jax.utils.errors import ConfigError, printable
 from hgpo_jax.utils.files import CACHE_DIR
+from hgpo_jax.utils.heartbeat import Heartbeat
 
 
 def questions() -> Iterator[str]:
@@ -89,7 +90,8 @@ def main() -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
     try:
-        policy = load_policy(policy_folder(args.policy), dtype=args.dtype)
+        with Heartbeat("preparing the policy"):
+            policy = load_policy(policy_folder(args.policy), dtype=args.dtype)
         if args.max_tokens >= (context := policy.config.max_position_embeddings):
             raise ConfigError(f"--max-tokens {args.max_tokens}: the model's context is {context} tokens")
         options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}

@@ -44,11 +44,11 @@ from hgpo_jax.evaluation.served import PREFIX, ServedPolicy
 from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.policy.source import find
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment
-from hgpo_jax.setup.job import Job, build, prepare_devices
+from hgpo_jax.setup.job import Job, build, prepare_devices, work_of
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
-from hgpo_jax.utils.progress import CompileWatch
+from hgpo_jax.utils.heartbeat import Heartbeat, current
 
 
 def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:
@@ -173,6 +173,7 @@ def find_source(args: argparse.Namespace) -> Source:
     return Source(name, folder, is_run, config, overrides)
 
 
+@Heartbeat("evaluation")
 def main() -> None:
     args = parse()
     if args.compare:
@@ -186,6 +187,7 @@ def main() -> None:
     else:
         split, overrides = split_of(configuration.load(source.config, source.overrides), args.split)
     config = configuration.load(source.config, [*source.overrides, *overrides])
+    current().remember(config.cache_dir, work_of(config))
     served = source.name.startswith(PREFIX)
     mesh = None if served else prepare_devices(config, args.distributed)  # before anything else asks jax for its devices
     if args.panel and source.is_run:
@@ -205,8 +207,7 @@ def main() -> None:
             raise ConfigError(
                 f"{target}: cannot be written; {'see its owner' if in_run else 'choose another folder with --to'}"
             )
-    with CompileWatch():
-        result, episodes, text = evaluation()
+    result, episodes, text = evaluation()
     if jax.process_index() == 0:
         about = {"policy": source.name, "env": config.env.name, "split": split, "settings": settings}
         write(file, result if in_run else about | {"hgpo_jax": version("hgpo_jax")} | result, episodes)

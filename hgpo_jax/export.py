@@ -21,6 +21,7 @@ from hgpo_jax.policy import huggingface_folder, safetensors_files, shapes, weigh
 from hgpo_jax.policy.source import find
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.heartbeat import Heartbeat
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -81,6 +82,7 @@ def shard_size(text: str) -> int:
     return int(match[1]) * UNITS[match[2]]
 
 
+@Heartbeat("export")
 def main() -> None:
     p = cli.parser("export", __doc__)
     p.add_argument("source", metavar="RUN_OR_FOLDER", help="a run's folder, or what policy= takes")

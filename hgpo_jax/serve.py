@@ -29,6 +29,7 @@ from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import CACHE_DIR
+from hgpo_jax.utils.heartbeat import Heartbeat
 from hgpo_jax.utils.progress import Progress
 
 KEY = "HGPO_API_KEY"
@@ -50,7 +51,8 @@ def main() -> None:
         raise ConfigError(f"--host {args.host}: anybody could use the policy; set {KEY}, which clients must send")
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
-    policy, engine = _load(args)
+    with Heartbeat("preparing the policy"):
+        policy, engine = _load(args)
     try:
         listening = listen(args.host, args.port)
     except (OSError, OverflowError) as error:
@@ -110,7 +112,7 @@ def _serve(name: str, api: Any, engine: Engine, listening: socket.socket) -> Non
 
     server = Server(settings(api, log_level="warning", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5))
     engine.failed = lambda: setattr(server, "should_exit", True)
-    with Progress("compiling", len(engine.shapes()), "program") as progress:
+    with Heartbeat("compiling"), Progress("compiling", len(engine.shapes()), "program") as progress:
         for length, prompts, responses in engine.shapes():
             engine.warm_up(length, prompts, responses)
             progress.update(1, {"prompts of": f"{length} tokens"})

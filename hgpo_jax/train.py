@@ -6,8 +6,8 @@
     python -m hgpo_jax.train --resume RUN                      continues a run, with its own config.yaml
     python -m hgpo_jax.train --resume RUN iterations=160       and makes it longer
 
-Writes a run folder: config.yaml (resolved), metrics.jsonl, tensorboard/, curves.png, checkpoints/, episodes/, start/ and
-policy/ (Hugging Face folders of the policy before and after), adapter/ (with LoRA, for peft), evaluation.json and
+Writes a run folder: config.yaml (resolved), log.txt, metrics.jsonl, tensorboard/, curves.png, checkpoints/, episodes/, start/
+and policy/ (Hugging Face folders of the policy before and after), adapter/ (with LoRA, for peft), evaluation.json and
 transcripts.txt.
 """
 
@@ -18,6 +18,7 @@ import sys
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.heartbeat import Heartbeat
 
 
 def main() -> None:
@@ -51,8 +52,9 @@ def main() -> None:
     fields = cli.read_fields(args)
     config = configuration.resolve(fields) if args.resume == "never" else None
     # Only here: these take seconds to import, and mistakes in fields have been rejected by now.
-    from hgpo_jax.setup.validate import check_overrides
-    from hgpo_jax.trainer.main import Interrupted, dry_run, train
+    with Heartbeat("importing the program"):
+        from hgpo_jax.setup.validate import check_overrides
+        from hgpo_jax.trainer.main import Interrupted, dry_run, train
 
     if config:
         check_overrides(config, args.overrides)

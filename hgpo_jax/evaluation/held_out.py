@@ -19,6 +19,7 @@ from hgpo_jax.rollout.tasks import stream_key
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job
 from hgpo_jax.utils.errors import RunError
+from hgpo_jax.utils.heartbeat import phase
 
 SHOWN = 3  # episodes written as transcripts; more, one of each, if there are more task types
 
@@ -120,6 +121,7 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
     return result, transcripts
 
 
+@phase("evaluation")
 def play_both(job: Job, params) -> tuple[dict, list[str]]:
     """Runs the sampled and the greedy evaluation of rollout parameters: (the result, some sampled transcripts)."""
     settings, modes = job.config.evaluation, {}
@@ -209,6 +211,7 @@ def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
     return result
 
 
+@phase("evaluation")
 def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
     """Evaluates rollout parameters with several seeds: (the result, every episode with its transcript)."""
     settings, by_seed, sizes, plays, episodes = job.config.evaluation, {}, {}, [], []

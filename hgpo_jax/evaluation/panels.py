@@ -34,6 +34,7 @@ from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job
 from hgpo_jax.utils.errors import ConfigError, one_line
+from hgpo_jax.utils.heartbeat import phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +165,7 @@ def player(job: Job, params) -> Play:
     return lambda decoding, seed: play_held_out(job, params, decoding, seed, in_order=True)
 
 
+@phase("evaluation")
 def evaluate_panel(
     play: Play, types: Sequence[str], settings: EvaluationConfig, name: str, tasks: list[str], seeds: list[int]
 ) -> tuple[dict, list[dict]]:

@@ -14,8 +14,10 @@ from hgpo_jax.policy.policy import Policy
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.utils.files import CACHE_DIR
+from hgpo_jax.utils.heartbeat import phase
 
 
+@phase("loading the weights")
 def load_policy(
     folder: str | Path, mesh: Mesh | None = None, dtype: str = "float32", cache_dir: str | Path = CACHE_DIR
 ) -> Policy:

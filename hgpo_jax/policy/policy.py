@@ -18,6 +18,7 @@ from hgpo_jax.policy.chat_template import ChatFrame, end_tokens
 from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.placement import network
 from hgpo_jax.policy.tokenizer import AS_TRAINED, GENERATION, generation_of
+from hgpo_jax.utils.heartbeat import phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Policy:
         """Ids of the tokens that end an answer. Raises ValueError if there are none."""
         return self.frame.end_tokens if self.frame else end_tokens(self.tokenizer)
 
+    @phase("saving the weights")
     def save(
         self,
         folder: str | Path,

@@ -10,8 +10,10 @@ from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.policy.gguf_folder import unpack
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.utils.files import CACHE_DIR
+from hgpo_jax.utils.heartbeat import phase
 
 
+@phase("finding the policy")
 def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
     """Returns the local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
 

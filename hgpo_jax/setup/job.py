@@ -31,6 +31,7 @@ from hgpo_jax.setup import memory
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.heartbeat import phase
 
 Runner = CompiledRunner | TextRunner | AgentRunner
 MAX_TRIES = 4  # rollouts of an iteration at most, where a method drops prompt groups with equal rewards
@@ -201,6 +202,7 @@ class Job:
 _cast = jax.jit(cast, static_argnums=1)
 
 
+@phase("opening the devices")
 def open_devices(multiprocess: bool = False) -> None:
     """Sets up the backend before anything else uses jax, together with other processes if there are several.
 
@@ -223,6 +225,7 @@ def prepare_devices(config: Config, multiprocess: bool = False) -> Mesh:
     return job_mesh(config)
 
 
+@phase("opening the devices")
 def job_mesh(config: Config) -> Mesh:
     """Returns the configured mesh over the open devices. Raises ConfigError if it does not fit them or the batch."""
     devices, spec = jax.devices(), config.mesh
@@ -324,6 +327,7 @@ def text_makers(config: Config) -> Makers | None:
     return None if backend(config) == "compiled" or entry.text is None else entry.text(config)
 
 
+@phase("preparing the environment")
 def make_runner(config: Config, makers: Makers | None, models: dict[str, ModelConfig], tokenizer, mesh: Mesh) -> Runner:
     """Makes the runner of the configured environment from its `text_makers`. Raises ConfigError."""
     entry = environment(config.env)
@@ -336,6 +340,13 @@ def make_runner(config: Config, makers: Makers | None, models: dict[str, ModelCo
     return CompiledRunner(config, entry.compiled(config), models, tokenizer, mesh, games)
 
 
+def work_of(config: Config) -> str:
+    """Returns the fields that decide about how long a job's phases take (`Heartbeat.remember`)."""
+    whole = dict.fromkeys(("method", "mesh", "env", "policy", "lora", "rollout"), True)
+    return config.model_dump_json(include={**whole, "learner": {"microbatch_size", "remat", "offload"}})
+
+
+@phase("preparing policy and environment", says_end=False)
 def build(config: Config, mesh: Mesh | None = None) -> Job:
     """Builds a job, on `prepare_devices(config)` if no mesh is given.
 

@@ -22,7 +22,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED, members
@@ -44,6 +43,7 @@ from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, RunError
+from hgpo_jax.utils.heartbeat import phase
 from hgpo_jax.utils.progress import Progress, say
 
 NOISE = 0.3  # share of random admissible actions in the generated play; the expert's choice stays the label
@@ -104,7 +104,7 @@ def generate_play(
     batch = min(PLAYED, count)
     numbers = jnp.arange(count + -count % batch).reshape(-1, batch) % count
     keys, parts = jax.random.split(key, count), []
-    for some in tqdm(numbers, "warm start: play", delay=3, leave=False, disable=None):
+    for some in numbers:
         parts.append(jax.block_until_ready(play_episodes(env_tables, tasks[some], keys[some])))
     rows, success = jax.tree.map(lambda *a: jnp.concatenate(a)[:count] if len(a) > 1 else a[0], *parts)
     return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), rows), success
@@ -158,6 +158,7 @@ def _padded(rows: list[list[int]], multiple: int) -> jax.Array:
     return jnp.asarray(padded)
 
 
+@phase("playing the episodes to clone", says_end=False)
 def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Array]:
     """Returns decisions to clone in the tasks with these numbers, and each episode's success, bool[.]. Raises ConfigError."""
     config, runner, tokenizer = job.config, job.runner, job.tokenizer
@@ -179,6 +180,7 @@ def demonstrations(job: Job, numbers: jax.Array) -> tuple[TrainingBatch, jax.Arr
     )
 
 
+@phase("cloning", says_end=False)
 def clone(job: Job) -> dict:
     """Trains the job's policy on generated play; returns its parameters, adapters merged. Prints its progress.
 
@@ -326,6 +328,7 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
     return loss
 
 
+@phase("finding the warm start")
 def cache_key(config: Config) -> str:
     """Hashes what the warm start depends on: fields, files and packages, and the code by its version."""
     parts = [

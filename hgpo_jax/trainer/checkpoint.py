@@ -22,6 +22,7 @@ from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, L
 
 from hgpo_jax.config import LogConfig
 from hgpo_jax.utils.errors import RunError, one_line
+from hgpo_jax.utils.heartbeat import phase
 
 DIGESTS = "digests.json"
 ITEM = "state"  # the folder of the arrays inside a checkpoint
@@ -113,6 +114,7 @@ class Checkpoints:
         """Iterations done at the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
+    @phase("saving a checkpoint", says_end=False)
     def save(self, iterations: int, state, success: float | None = None) -> None:
         """Starts writing once `state` is computed and the previous write is complete; `state` may be donated right after.
 
@@ -131,6 +133,7 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(error) from None
 
+    @phase("reading the checkpoint")
     def restore(self, iterations: int, like):
         """Returns the state of a checkpoint, placed like `like` (arrays of the same shapes, on any mesh). Raises RunError."""
         target = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), like)
@@ -141,6 +144,7 @@ class Checkpoints:
             reason = one_line(f"{error!s:.500}")
             raise RunError(f"checkpoint {self._folder / str(iterations)} does not fit this run: {reason}") from None
 
+    @phase("waiting for the checkpoint")
     def wait(self) -> None:
         """Waits for pending writes. Raises RunError if one fails."""
         try:

@@ -27,6 +27,7 @@ from hgpo_jax.trainer.step import TrainState, make_train_step, sample
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import is_remote
+from hgpo_jax.utils.heartbeat import phase
 from hgpo_jax.utils.progress import say
 
 
@@ -124,7 +125,8 @@ class Training:
         if not validates:
             return {}
         began = time.perf_counter()
-        validation = validate(self.job, self._rollout_params())
+        with phase("validation", says_end=False):
+            validation = validate(self.job, self._rollout_params())
         self.recorder.time_phase("validation", (), began)
         if log.keep_best:
             # A policy must not be chosen for breaking its environment where it would lose.
@@ -136,7 +138,8 @@ class Training:
     def _rollout(self, iteration: int) -> tuple[Episodes, list[dict], dict]:
         """Returns the iteration's episodes, sums over its rollouts, and further metrics."""
         began = time.perf_counter()
-        (episodes, report), sums, counts = sample(self.job, self._rollout_params(), iteration)
+        with phase("rollout", says_end=False):
+            (episodes, report), sums, counts = sample(self.job, self._rollout_params(), iteration)
         self.recorder.time_phase("rollout", episodes.mask, began)
         self.recorder.dump(iteration, episodes, report)
         self.recorder.wait()  # at most one iteration is in flight
@@ -149,7 +152,8 @@ class Training:
             scale = lr_scale(self.config.learner, iteration, self.config.iterations)
             key = self.job.key(iteration, 1)
             role = learning_role(self.job, iteration)
-            self.state, metrics = self.train_step(self.state, self.reference, episodes, key, jnp.float32(scale), role)
+            with phase("update", says_end=False):
+                self.state, metrics = self.train_step(self.state, self.reference, episodes, key, jnp.float32(scale), role)
             self.done = iteration + 1
             self.recorder.time_phase("update", metrics, began)
             self.recorder.row(iteration, sums, metrics, counts | {"lr": self.config.learner.lr * scale}, episodes)
@@ -178,12 +182,14 @@ def compile_ahead(job: Job, train_step, state):
     """
     with jax.set_mesh(job.mesh):  # a mesh applies only to the thread that set it
         reference = describe(job.reference_copy(job.given_params))
-        job.runner.compile(describe(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
+        with phase("tracing the rollout", says_end=False):
+            job.runner.compile(describe(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
-        episodes = jax.tree.map(abstract, job.abstract_episodes())
         role = learning_role(job, 0)
-        return train_step.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0), role).compile()
+        with phase("tracing the update", says_end=False):
+            episodes = jax.tree.map(abstract, job.abstract_episodes())
+            return train_step.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0), role).compile()
 
 
 def learning_role(job: Job, iteration: int) -> jax.Array | None:

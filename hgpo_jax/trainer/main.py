@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,19 +24,20 @@ from hgpo_jax.rollout.environments import backend, environment
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_mesh, open_devices
+from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_mesh, open_devices, work_of
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
 from hgpo_jax.trainer.loop import Training, refusals
-from hgpo_jax.trainer.resume import COMPILING
 from hgpo_jax.trainer.run_folder import find_run, take_folder
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import atomic_write, is_remote
-from hgpo_jax.utils.progress import CompileWatch, say, warn
+from hgpo_jax.utils.heartbeat import Heartbeat, current
+from hgpo_jax.utils.progress import say, warn
 
 
+@Heartbeat("training")
 def train(
     fields: dict,
     resume: str = "never",
@@ -56,7 +56,6 @@ def train(
 
     Raises ConfigError, RunError, or, after saving, Interrupted if a signal ended it.
     """
-    began = time.perf_counter()
     place = resume if is_remote(resume) else fields.get("run_dir", "")
     if multiprocess and is_remote(place):
         raise ConfigError(f"{place}: several processes need a folder that all see; mount the bucket, and give its path")
@@ -67,11 +66,11 @@ def train(
 
     if multiprocess:
         open_devices(multiprocess=True)
-        result = distributed.broadcast_from_process_0(look)
-    else:
-        result = look()
-        open_devices()
+    result = distributed.broadcast_from_process_0(look) if multiprocess else look()
     config, folder, (resuming, ended) = configuration.resolve(result[0]), Path(result[1]), result[2:]
+    current().remember(config.cache_dir, work_of(config))
+    if not multiprocess:
+        open_devices()
     place = remote.shown(folder)
     if ended:
         say(
@@ -81,9 +80,9 @@ def train(
         return folder
     check_loggers(config)
     mesh = job_mesh(config)
-    with Interruption(exits) as stop, CompileWatch() as watch:
+    with Interruption(exits) as stop:
         try:
-            run(config, mesh, folder, resuming, stop, watch, on_iteration)
+            run(config, mesh, folder, resuming, stop, on_iteration)
         except Interrupted as signal:
             say(f"stopped by {signal}: {_describe_saved(config, stop, place, resuming)}")
             raise
@@ -92,7 +91,7 @@ def train(
                 raise
             saved = _describe_saved(config, stop, place, resuming)
             raise RunError(f"{error.filename or place}: {error.strerror}; {saved}") from None
-    say(f"{time.perf_counter() - began:.0f} s in all; everything is in {place}")
+    say(f"{current().seconds():.0f} s in all; everything is in {place}")
     return folder
 
 
@@ -141,7 +140,6 @@ def run(
     folder: Path,
     resuming: bool,
     stop: Interruption,
-    watch: CompileWatch,
     on_iteration: Callable[[dict], None] | None,
 ) -> None:
     """Runs everything that follows the parsing of the arguments."""
@@ -152,7 +150,7 @@ def run(
         def take() -> tuple[int, list[str], list[str]]:
             lock, done, faults, changes = take_folder(config, folder, resuming)
             held.callback(lock.release)
-            watch.file = folder / COMPILING
+            current().write_to(folder)
             return done, faults, changes
 
         first, faults, changes = distributed.broadcast_from_process_0(take)

@@ -15,6 +15,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.trainer.metrics import Logger, MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics, unknown_by_role
+from hgpo_jax.utils.heartbeat import current, phase
 from hgpo_jax.utils.progress import Progress, warn
 
 
@@ -53,18 +54,19 @@ class Recorder:
             self._writer = MetricsWriter(folder, first, loggers(config, folder, first))
         # The other processes see the same folder, but not before the first one has written to it.
         self._alarms = Alarms(config, [row for row in read_metrics(folder) if row["iteration"] < first])
-        self._last = 0.0
+        self._first, self._last = first, 0.0
         self._seconds: dict[str, float] = {}
         self._progress = Progress("training", config.iterations, "it", done=first, plain="iteration")
 
-    def time_phase(self, phase: str, arrays, began: float) -> None:
+    def time_phase(self, name: str, arrays, began: float) -> None:
         """Times a phase until `arrays` are computed, from `began` or the end of the previous phase."""
-        self._rows.submit(self._wait_for, phase, arrays, began)
+        self._rows.submit(self._wait_for, name, arrays, began)
 
-    def _wait_for(self, phase: str, arrays, began: float) -> None:
-        jax.block_until_ready(arrays)
+    def _wait_for(self, name: str, arrays, began: float) -> None:
+        with phase(name, says_end=False):
+            jax.block_until_ready(arrays)
         ended = time.perf_counter()
-        self._seconds[phase] = ended - max(began, self._last)
+        self._seconds[name] = ended - max(began, self._last)
         self._last = ended
 
     def dump(self, iteration: int, episodes: Episodes, report) -> None:
@@ -93,6 +95,8 @@ class Recorder:
         row = {"iteration": iteration, **rollout_metrics(sums), **counts, **numbers, "seconds": self._seconds}
         row |= unknown_by_role(row)
         spent, self._seconds = self._seconds, {}
+        if iteration == self._first:
+            row["seconds_to_first_iteration"] = current().seconds()
         row["tokens_per_second"] = row["tokens"] / (spent["rollout"] + spent["update"])
         if self._writes:
             if row["nonfinite_steps"]:

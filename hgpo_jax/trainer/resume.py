@@ -13,6 +13,7 @@ from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.trainer.checkpoint import newest_intact
 from hgpo_jax.trainer.metrics import read_metrics
 from hgpo_jax.utils.errors import ConfigError, excerpt
+from hgpo_jax.utils.heartbeat import COMPILING
 
 # Fields that may differ when a run is resumed: they do not affect learning.
 FREE_TO_CHANGE = (
@@ -27,7 +28,6 @@ FREE_TO_CHANGE = (
     "evaluation.",
 )
 HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
-COMPILING = ".compiling"  # the programs that the run's process is compiling (`CompileWatch.file`)
 PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first one holds its result
 # Files that a run writes at its end; a policy is written only after the last checkpoint is complete.
 RESULTS = ("policy", "adapter", "evaluations", *PROOFS)

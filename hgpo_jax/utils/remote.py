@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 from hgpo_jax.utils.files import CACHE_DIR, atomic_write, check_scheme, is_remote
+from hgpo_jax.utils.heartbeat import phase
 from hgpo_jax.utils.progress import warn
 
 # STATE is the manifest that the working folder last agreed with, and the bucket's URL; its writer is empty unless that was a
@@ -109,6 +110,7 @@ def _open(url: str) -> tuple:
         return fs, root, EMPTY
 
 
+@phase("copying the run from the bucket")
 def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> None:
     here = _files(folder)
     for name in here.keys() - there["files"].keys():
@@ -123,6 +125,7 @@ def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> No
     _write_state(folder, there | {"files": files})
 
 
+@phase("copying the run to the bucket")
 def _upload(folder: Path, claim: str = "") -> None:
     """claim: the name of a process that begins to write the run."""
     state, here = _state(folder), _files(folder)

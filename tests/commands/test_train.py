@@ -81,7 +81,7 @@ def weights(folder) -> bytes:
 
 def test_the_run_folder_holds_what_is_promised(run):
     promised = {"config.yaml", "metrics.jsonl", "tensorboard", "curves.png", "checkpoints", "episodes", "start", "policy"}
-    assert {path.name for path in run.iterdir()} == promised | {"evaluation.json", "transcripts.txt", ".lock"}
+    assert {path.name for path in run.iterdir()} == promised | {"evaluation.json", "transcripts.txt", "log.txt", ".lock"}
     assert configuration.load(str(run / "config.yaml")) == configuration.load(
         None, [*TINY, f"run_dir={run}", f"cache_dir={run.parent / 'cache'}", *SEEN]
     )
@@ -91,6 +91,12 @@ def test_the_run_folder_holds_what_is_promised(run):
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "transcripts.txt").read_text().count("task: ") == 3
     assert "at most 4 turns each" in (run / "policy" / "README.md").read_text()
+
+
+def test_the_log_holds_what_was_printed(run):
+    printed = run.with_suffix(".log").read_text().splitlines()
+    logged = [line.partition("  ")[2] for line in (run / "log.txt").read_text().splitlines()]
+    assert logged == [line for line in printed if line] and logged[-1].endswith(f"everything is in {run}")
 
 
 def test_metrics_have_one_row_per_iteration(run):
@@ -104,6 +110,8 @@ def test_metrics_have_one_row_per_iteration(run):
         assert set(row["seconds"]) == {"rollout", "update"}
         assert row["logp_difference"] < 1e-4
         assert row["optimizer_steps"] == -(-row["steps"] // 8)
+    assert rows[0]["seconds_to_first_iteration"] > sum(rows[0]["seconds"].values())
+    assert not any("seconds_to_first_iteration" in row for row in rows[1:])
     assert rows[0]["kl"] < rows[3]["kl"]  # the policy moves away from its start
 
 

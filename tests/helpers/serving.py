@@ -68,7 +68,7 @@ def started(*arguments, **environment):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | environment,
     )  # fmt: skip
     try:
-        while (line := process.stdout.readline()).startswith("compiling "):
+        while (line := process.stdout.readline()).startswith(("preparing ", "loading ", "finding ", "compiling ")):
             pass
         found = re.fullmatch(r"(.*) is served at (http://\S+/v1); Ctrl-C ends it\n", line)
         assert found, (line, process.stderr.read())

@@ -22,7 +22,6 @@ from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer import loop, main
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.resume import (
-    COMPILING,
     FREE_TO_CHANGE,
     change_length,
     check_unchanged,
@@ -32,6 +31,7 @@ from hgpo_jax.trainer.resume import (
 )
 from hgpo_jax.trainer.run_folder import LOCK, find_run, take_folder
 from hgpo_jax.utils.errors import ConfigError, RunError
+from hgpo_jax.utils.heartbeat import COMPILING
 
 HF = Path(__file__).parents[1] / "policy" / "data" / "qwen2_tiny"
 
@@ -319,12 +319,12 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
-        main.run(configuration.load(), None, folder, False, None, None, None)
+        main.run(configuration.load(), None, folder, False, None, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
 
 
 def test_a_full_disk_names_the_run_and_says_what_is_saved(tmp_path, monkeypatch):
-    def full(config, mesh, folder, resuming, stop, watch, on_iteration):
+    def full(config, mesh, folder, resuming, stop, on_iteration):
         stop.saved = 3
         raise OSError(errno.ENOSPC, "No space left on device")
 
