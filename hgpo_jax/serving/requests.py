@@ -36,9 +36,8 @@ CHANGING: dict[str, tuple] = {
     for name in names.split()
 }
 # Fields that need not have an effect here, so that nobody is told of them.
-SILENT = frozenset(
-    ["user", "store", "include_obfuscation"]
-    + ["name", "id", "call_id", "tool_call_id", "tool_use_id", "index", "status", "annotations"]  # of earlier answers
+SILENT = frozenset(["user", "store", "include_obfuscation"]) | frozenset(
+    ["name", "id", "call_id", "tool_call_id", "tool_use_id", "index", "status", "annotations"]  # of earlier answers
 )
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 AnyBody = TypeVar("AnyBody", bound=pydantic.BaseModel)
