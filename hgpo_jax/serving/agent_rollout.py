@@ -224,6 +224,8 @@ def _play(commands: Commands, url: str, split: str, engine, session, task: int) 
 class Commands:
     """Runs a command repeatedly, several at a time; a context manager that ends all of them.
 
+    Processes that a command detaches (`setsid`) are not ended.
+
     time_limit: timeout in seconds after which a command that neither asks the policy nor ends is killed.
     """
 
