@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field
 
 from hgpo_jax.serving.dialect import Dialect, event
 from hgpo_jax.serving.exchange import Exchange, Piece
-from hgpo_jax.serving.openai_completions import ChatCompletions
+from hgpo_jax.serving.openai_completions import ChatCompletions, TemplateOptions
 from hgpo_jax.serving.requests import (
     ApiError,
     CalledFunction,
@@ -97,7 +97,10 @@ class TextOptions(OpenBody):
 
 
 class ResponsesBody(SamplingBody):
-    """A request's body. tool_choice, parallel_tool_calls: as in OpenAI's chat completions. stop: as in other servers."""
+    """A request's body.
+
+    tool_choice, parallel_tool_calls: as in OpenAI's chat completions. stop, chat_template_kwargs: as in other servers.
+    """
 
     input: Annotated[
         list[Annotated[Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")]],
@@ -111,6 +114,7 @@ class ResponsesBody(SamplingBody):
     tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
     stream_options: OpenBody = OpenBody()
 
     @pydantic.model_validator(mode="after")
@@ -124,7 +128,10 @@ class ResponsesBody(SamplingBody):
         tools = [] if self.tool_choice == "none" else self.tools
         call = {"required": ""}.get(self.tool_choice) if isinstance(self.tool_choice, str) else self.tool_choice.name
         conversation = Conversation(
-            self._messages(), [function_tool(tool.name, tool.description, tool.parameters) for tool in tools], call
+            self._messages(),
+            [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
+            call,
+            self.chat_template_kwargs.thinking,
         )
         request = self.sampling(conversation, self.max_output_tokens, self.stop)
         request.parallel_calls, request.json_object = self.parallel_tool_calls, self.text.format.type == "json_object"
@@ -151,7 +158,7 @@ class ResponsesBody(SamplingBody):
 class Responses(Dialect):
     """OpenAI's responses."""
 
-    limit_field, thinking_field = "max_output_tokens", "reasoning"
+    limit_field, thinking_field = "max_output_tokens", "chat_template_kwargs"
 
     def __init__(self, body: bytes | bytearray):
         self._body = parse(ResponsesBody, body)

@@ -115,6 +115,7 @@ def test_a_conversation_is_the_same_in_every_dialect(dialect):
         (Responses, {"stop": "a"}, {"stop": "a"}),
         (Responses, {"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
         (Responses, {"max_output_tokens": None}, {"max_tokens": None}),
+        (Responses, *[{"chat_template_kwargs": {"enable_thinking": False}}] * 2),
         *((dialect, fields, fields) for dialect in BOTH for fields in (
             {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3}, {"stream": True}, {"metadata": {"user_id": "me"}},
             {"top_k": -1, "store": True, "user": "me"},
@@ -142,6 +143,7 @@ def test_a_wish_is_the_same_in_every_dialect(dialect, fields, chats):
         (Responses, {"reasoning": {"effort": "low"}, "include": ["x"], "text": {"verbosity": "low"}},
          "include, reasoning, text.verbosity"),
         (Responses, {"max_output_tokens": LONGEST + 1}, "max_output_tokens"),
+        (Responses, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
         (Responses, {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}, *HELLO]}, "input.summary"),
         (Responses, {"store": True, "background": False, "stream_options": {"include_obfuscation": False}}, None),
     ],
