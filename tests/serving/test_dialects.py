@@ -214,6 +214,52 @@ def test_messages_have_anthropics_kinds_of_errors(status, kind):
     assert Messages.error(ApiError(status, "x"))["error"] == {"type": kind, "message": "x"}
 
 
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "\\ud800"}}</tool_call>'
+
+
+def put_together(stream):
+    """The message that a stream's events tell, read by hand; the official client does it in test_messages.py."""
+    lines = stream.splitlines()
+    start, *events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert names == [event["type"] for event in (start, *events)]
+    message, blocks = start["message"], []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta" and "text" in event["delta"]:
+            blocks[event["index"]]["text"] += event["delta"]["text"]
+        elif event["type"] == "content_block_delta":
+            blocks[event["index"]]["input"] |= json.loads(event["delta"]["partial_json"])
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"], "content": blocks}
+    return message
+
+
+@pytest.mark.parametrize(
+    ("said", "stops", "content", "reason", "stop"),
+    [
+        (f"I look.{CALL}", [], [*text("text", "I look."), of_messages("look", None)], "tool_use", None),
+        ("I look.", ["loo", "lo"], text("text", "I "), "stop_sequence", "lo"),
+        ("I look.", ["look!"], text("text", "I look."), "end_turn", None), ("", [], [], "end_turn", None),
+    ],
+)  # fmt: skip
+def test_a_message_is_what_its_events_say(stage, said, stops, content, reason, stop):
+    stage.answer, fields = said, {"tools": TOOLS[Messages], "max_tokens": 300, "stop_sequences": stops}
+    whole = json.loads(asked(stage, Messages, **fields)[2])
+    body = json.dumps(USUAL[Messages] | fields | {"stream": True})
+    streamed = put_together(raw(stage.port, post(body, PATHS[Messages]), whole=True)[2])
+    for message in (whole, streamed):
+        assert message.pop("id").startswith("msg_")
+        for block in message["content"]:
+            if block["type"] == "tool_use":
+                assert block.pop("id").startswith("toolu_") and block.pop("input") == {"at": "\ud800"}
+    expected = [{name: block[name] for name in block if name not in ("id", "input")} for block in content]
+    assert whole == streamed and whole["content"] == expected
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
+
+
 KEYS = "X-Api-Key: {}\r\n", "Authorization: Bearer {}\r\n", "Authorization: Bearer x\r\nX-Api-Key: {}\r\n"
 
 
