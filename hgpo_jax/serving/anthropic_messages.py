@@ -106,7 +106,7 @@ class Tool(OpenBody):
 
 
 class ToolChoice(OpenBody):
-    """A choice that needs a call is kept as `tool_choice` of OpenAI's chat completions is."""
+    """Which tool an answer must call, if any; done as `tool_choice` of OpenAI's chat completions is."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None

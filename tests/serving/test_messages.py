@@ -2,7 +2,9 @@
 
 import pytest
 
+from hgpo_jax.serving.anthropic_messages import MessagesBody
 from hgpo_jax.serving.engine import Busy, Progress
+from hgpo_jax.serving.requests import CHANGING, SILENT, parse
 from tests.helpers.serving import HELLO, served
 
 pytestmark = pytest.mark.needs("anthropic")
@@ -135,6 +137,15 @@ def test_errors_are_the_clients_own(stage):
     with pytest.raises(anthropic.APIStatusError, match="it is broken") as raised:
         streamed(client, **asked)
     assert raised.value.body["error"]["type"] == "api_error"
+
+
+def test_no_official_field_is_dropped_silently():
+    from anthropic.types import message_create_params
+
+    names = message_create_params.MessageCreateParamsBase.__annotations__.keys()
+    assert {"messages", "tool_choice", "service_tier"} <= names
+    for name in names - MessagesBody.model_fields.keys() - CHANGING.keys() - SILENT:
+        assert parse(MessagesBody, {"model": "tiny", "messages": HELLO, "max_tokens": 1, name: "x"}).ignored() == [name]
 
 
 def test_models_are_listed(stage):
