@@ -23,7 +23,7 @@ COMMANDS = {
     "export": ("hgpo_jax.export", "a run's policy as a Hugging Face folder"),
     "tables": ("hgpo_jax.tables", "tables of runs, the paper's among them: plan, run, draw"),
     "chat": ("hgpo_jax.chat", "talk to a language model"),
-    "serve": ("hgpo_jax.serve", "a policy behind an OpenAI-compatible API"),
+    "serve": ("hgpo_jax.serve", "a policy behind OpenAI's and Anthropic's APIs"),
     "bench": ("hgpo_jax.bench", "speed and memory, as shares of what the machine can do"),
     "check": ("hgpo_jax.check", "say what is wrong with an environment, and what its episodes are like"),
     "play": ("hgpo_jax.envs.play", "play an environment yourself"),

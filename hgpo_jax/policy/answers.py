@@ -111,7 +111,7 @@ class TextStream:
     """The text of sampled ids during sampling, up to the first of some stop strings.
 
     Attributes:
-      stopped: whether a stop string has occurred; later tokens are not reported.
+      stopped: the stop string that has occurred, after which tokens are not reported; "" before.
     """
 
     BEHIND = 8  # tokens before the new ones that are decoded again: a token's text can depend on those before it
@@ -121,7 +121,7 @@ class TextStream:
         self._ids: list[int] = []
         self._begin = self._end = 0  # ids[begin:end] have been decoded and reported, except for the text held back
         self._held = ""  # possible beginning of a stop string
-        self.stopped = False
+        self.stopped = ""
 
     def push(self, ids: Sequence[int], *, last: bool) -> tuple[str, int]:
         """Returns the text that further tokens, if any, add, and how many of them there are until a stop string is complete.
@@ -144,10 +144,10 @@ class TextStream:
             self._held += text[len(before) :]
             self._end = len(self._ids)
             self._begin = max(self._begin, self._end - self.BEHIND)
-        places = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
+        places = [(at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if places:
-            self.stopped = True
-            return self._held[: min(places)]
+            at, self.stopped = min(places)
+            return self._held[:at]
         num_held = 0 if last else overlap(self._held, self._stop)
         text, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
         return text

@@ -1,4 +1,4 @@
-"""User programs as players: every episode starts a command that talks to the policy through OpenAI's API.
+"""User programs as players: every episode starts a command that talks to the policy through OpenAI's or Anthropic's API.
 
     python -m hgpo_jax.train policy=smollm2 warm_start=none env.name=agent env.command="python my_agent.py"
 
@@ -6,6 +6,7 @@ The policy is served during a rollout (`serving/`), and every request of an epis
 variables in its environment:
 
     OPENAI_BASE_URL, OPENAI_API_KEY    address of the policy; the key belongs to the episode and identifies its requests
+    ANTHROPIC_BASE_URL, ..._API_KEY    the same for Anthropic's client, whose address is without /v1
     HGPO_TASK, HGPO_SPLIT              the number of the task to play, and its split, `train` or `held_out`
     HGPO_TURNS                         how many requests it may make
     HGPO_SESSION                       the episode's name: the program ends by posting its reward to /sessions/NAME/reward
@@ -194,19 +195,23 @@ def _path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
+def variables_of(url: str, session, task: int, split: str) -> dict[str, str]:
+    """Returns the environment variables that tell a command where the policy is, and what to play."""
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": session.name,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": session.name,
+        "HGPO_SESSION": session.name,
+        "HGPO_TASK": str(task),
+        "HGPO_SPLIT": split,
+        "HGPO_TURNS": str(session.max_turns),
+    }
+
+
 def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> Failure | None:
     """Plays one episode; returns its failure, if any."""
-    failure = commands.run(
-        session,
-        {
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_KEY": session.name,
-            "HGPO_SESSION": session.name,
-            "HGPO_TASK": str(task),
-            "HGPO_SPLIT": split,
-            "HGPO_TURNS": str(session.max_turns),
-        },
-    )
+    failure = commands.run(session, variables_of(url, session, task, split))
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
     if not session.turns:
@@ -219,6 +224,8 @@ def _play(commands: Commands, url: str, split: str, engine, session, task: int) 
 
 class Commands:
     """Runs a command repeatedly, several at a time; a context manager that ends all of them.
+
+    Processes that a command detaches (`setsid`) are not ended.
 
     time_limit: timeout in seconds after which a command that neither asks the policy nor ends is killed.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
@@ -10,8 +11,13 @@ from hgpo_jax.serving.requests import ApiError, SamplingRequest
 
 
 class Dialect(Protocol):
-    """One request in a dialect's words, and its answer."""
+    """One request in a dialect's words, and its answer.
 
+    limit_field, thinking_field: its names for the length of an answer and for the chat template's switch for thoughts.
+    """
+
+    limit_field: str
+    thinking_field: str
     request: SamplingRequest
 
     def __init__(self, body: bytes | bytearray):
@@ -26,3 +32,9 @@ class Dialect(Protocol):
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
         """Builds the body that tells of an error."""
+
+
+def event(content: dict[str, Any], name: str = "") -> str:
+    """Writes a server-sent event, which is one line of data whatever the content's text."""
+    line = f"data: {json.dumps(content, allow_nan=False)}\n\n"
+    return f"event: {name}\n{line}" if name else line

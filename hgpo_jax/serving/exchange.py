@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -13,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hgpo_jax.policy.answers import AnswerParser, Call, TextStream
+from hgpo_jax.policy.answers import AnswerParser, Call, TextStream, split_thought
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
-from hgpo_jax.serving.requests import ApiError, SamplingRequest
+from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest
 from hgpo_jax.serving.sessions import Session, Turn
 from hgpo_jax.serving.text import ServedText
 
@@ -31,7 +32,10 @@ class ServedPrompt(NamedTuple):
 
 @dataclasses.dataclass
 class Piece:
-    """A part of a response, or all parts so far. text: what the client sees, up to the calls."""
+    """A part of a response, or all parts so far.
+
+    text: what the client sees, up to the calls. stopped: the stop string that has ended the response, if one has.
+    """
 
     index: int
     text: str = ""
@@ -39,6 +43,7 @@ class Piece:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None  # stop or length, once the response has ended
+    stopped: str = ""
 
 
 class _Response:
@@ -60,6 +65,7 @@ class _Response:
             piece.finish_reason = "stop" if stopped else "length"
             answer = parser.parse(text, complete=bool(stopped))
             content, piece.calls = answer.content, list(answer.calls[: self._calls])
+            self.whole.stopped = piece.stopped = self.stream.stopped
         piece.text = content[len(self.whole.text) :]
         self.whole.text += piece.text
         self.whole.tokens += piece.tokens
@@ -94,7 +100,7 @@ class Exchange:
         session: Session | None = None,
         turn: Turn | None = None,
     ):
-        self.prompt, self.texts, self.turn = prompt.ids, texts, turn
+        self.prompt, self.texts, self.turn, self._request = prompt.ids, texts, turn, request
         self._engine, self._seconds, self._session = engine, seconds, session
         self._news: asyncio.Queue[tuple[int, Progress]] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
@@ -120,6 +126,15 @@ class Exchange:
     @property
     def choices(self) -> list[Piece]:
         return [response.whole for response in self._responses]
+
+    def warning(self, index: int) -> str:
+        """Returns what a whole response without calls does not do that was asked for; "" if it does all."""
+        prompt = self._request.prompt
+        if isinstance(prompt, Conversation) and prompt.call is not None:
+            return "tool_choice: the answer is no call that can be read"
+        if self._request.json_object and not _is_object(split_thought(self.choices[index].text)[1]):
+            return "the answer is no JSON object"
+        return ""
 
     def __enter__(self) -> Exchange:
         if self.turn and self.turn.tokens:  # a repeated one
@@ -164,3 +179,11 @@ class Exchange:
                 self.turn.text = response.text
                 self._session.add(self.turn)
             yield piece
+
+
+def _is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -9,12 +9,24 @@ from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import pydantic
-from pydantic import AliasChoices, BeforeValidator, Field
+from pydantic import AliasChoices, Field
 
-from hgpo_jax.policy.answers import Call, split_thought
-from hgpo_jax.serving.dialect import Dialect
+from hgpo_jax.policy.answers import Call
+from hgpo_jax.serving.dialect import Dialect, event
 from hgpo_jax.serving.exchange import Exchange, Piece
-from hgpo_jax.serving.requests import ApiError, Conversation, OpenBody, SamplingRequest, parse
+from hgpo_jax.serving.requests import (
+    ApiError,
+    CalledFunction,
+    Conversation,
+    OpenBody,
+    SamplingBody,
+    SamplingRequest,
+    StopStrings,
+    function_call,
+    function_tool,
+    or_text,
+    parse,
+)
 
 
 class Part(OpenBody):
@@ -49,16 +61,6 @@ class TemplateOptions(OpenBody):
     thinking: bool | None = Field(None, validation_alias=AliasChoices("enable_thinking", "thinking"))
 
 
-class CalledFunction(OpenBody):
-    name: str
-    arguments: pydantic.Json[dict[str, Any]] = Field(default_factory=dict)
-
-    @pydantic.field_validator("arguments", mode="before")
-    @classmethod
-    def _may_be_empty(cls, arguments: Any) -> Any:
-        return arguments or "{}"
-
-
 class ToolCall(OpenBody):
     """A tool call in an assistant's message."""
 
@@ -70,10 +72,7 @@ class Message(OpenBody):
     """A message of a conversation; a developer's is a system message, a tool's is the result of a call."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[
-        list[Part] | None,
-        BeforeValidator(lambda content: [{"type": "text", "text": content}] if isinstance(content, str) else content),
-    ] = None
+    content: Annotated[list[Part] | None, or_text("text")] = None
     tool_calls: list[ToolCall] | None = None
 
     @pydantic.model_validator(mode="after")
@@ -89,8 +88,7 @@ class Message(OpenBody):
         text = "".join(part.text for part in self.content or ())
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
-            functions = [call.function.model_dump(include={"name", "arguments"}) for call in self.tool_calls]
-            message["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+            message["tool_calls"] = [function_call(call.function.name, call.function.arguments) for call in self.tool_calls]
         return message
 
 
@@ -98,39 +96,21 @@ class StreamOptions(OpenBody):
     include_usage: bool = False
 
 
-class SamplingBody(OpenBody):
+class CompletionBody(SamplingBody):
     """The common fields of chat and text completions.
 
-    temperature, top_p, top_k: by default from generation_config.json, or else 1, 1 and 0 (all tokens).
     max_tokens: limits an answer, together with the server's own limit.
-    top_k, return_token_ids: as in other servers; the ids are those of the prompt and of the sampled tokens.
+    return_token_ids: as in other servers; the ids are those of the prompt and of the sampled tokens.
     """
 
-    model: str
-    temperature: float | None = Field(None, ge=0, le=10)
-    top_p: float | None = Field(None, ge=1e-9, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1, as in other servers: all tokens, like 0
     max_tokens: int | None = Field(None, ge=1)
-    stop: Annotated[
-        list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop), Field(max_length=16)
-    ] = Field(default_factory=list)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: StopStrings = Field(default_factory=list)
     n: int = Field(1, ge=1)
-    stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-    def sampling(self, prompt: Conversation | str | list[int]) -> SamplingRequest:
-        """Translates the common fields."""
-        decoding = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
-        if decoding.get("top_k") == -1:
-            decoding["top_k"] = 0
-        same = {name: getattr(self, name) for name in ("model", "n", "stop", "seed", "stream", "metadata")}
-        return SamplingRequest(prompt=prompt, decoding=decoding, limit=self.max_tokens, ignored=self.ignored(), **same)
 
 
-class ChatBody(SamplingBody):
+class ChatBody(CompletionBody):
     """A request's body.
 
     tool_choice: if an answer must call a tool, the prompt begins the call; an answer that still cannot be read as a call has a
@@ -146,33 +126,23 @@ class ChatBody(SamplingBody):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()
 
-    @pydantic.model_validator(mode="after")
-    def _can_choose(self):
-        choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
-        if isinstance(choice, Tool) and choice.function.name not in names:
-            raise ApiError(400, f"tool_choice: {choice.function.name[:50]!r} is none of the tools", param="tool_choice")
-        if choice == "required" and not names:
-            raise ApiError(400, "tool_choice: required needs tools; give some, or leave it out", param="tool_choice")
-        return self
-
     def request(self) -> SamplingRequest:
         """Translates the body."""
-        fields: Any = {"type": True, "function": {"name", "description", "parameters"}}
-        tools = [] if self.tool_choice == "none" else self.tools
+        tools = [] if self.tool_choice == "none" else [tool.function for tool in self.tools]
         call = {"required": ""}.get(self.tool_choice) if isinstance(self.tool_choice, str) else self.tool_choice.function.name
         conversation = Conversation(
             [message.plain() for message in self.messages],
-            [tool.model_dump(include=fields, exclude_none=True) for tool in tools],
+            [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
             call,
             self.chat_template_kwargs.thinking,
         )
-        request = self.sampling(conversation)
-        request.limit = self.max_completion_tokens or self.max_tokens
-        request.parallel_calls = self.parallel_tool_calls
+        request = self.sampling(conversation, self.max_completion_tokens or self.max_tokens, self.stop)
+        request.n, request.parallel_calls = self.n, self.parallel_tool_calls
+        request.json_object = self.response_format is not None and self.response_format.type == "json_object"
         return request
 
 
-class TextBody(SamplingBody):
+class TextBody(CompletionBody):
     """The body of a text completion; a prompt is a text or token ids."""
 
     prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
@@ -180,7 +150,9 @@ class TextBody(SamplingBody):
 
     def request(self) -> SamplingRequest:
         """Translates the body."""
-        return self.sampling(self.prompt)
+        request = self.sampling(self.prompt, self.max_tokens, self.stop)
+        request.n = self.n
+        return request
 
 
 class ChatCompletions(Dialect):
@@ -191,6 +163,7 @@ class ChatCompletions(Dialect):
 
     body: type[ChatBody] | type[TextBody] = ChatBody
     prefix, whole_name, streamed_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    limit_field, thinking_field = "max_tokens", "chat_template_kwargs"
 
     def __init__(self, body: bytes | bytearray):
         self._body: Any = parse(self.body, body)
@@ -205,15 +178,15 @@ class ChatCompletions(Dialect):
 
     async def events(self, exchange: Exchange) -> AsyncIterator[str]:
         same = self._same | {"object": self.streamed_name}
-        yield _event(same | {"choices": self._opening()} | self._ids("prompt_token_ids", exchange.prompt))
+        yield event(same | {"choices": self._opening()} | self._ids("prompt_token_ids", exchange.prompt))
         try:
             async for piece in exchange.pieces():
-                yield _event(same | {"choices": [self._choice(piece, exchange, "delta")]})
+                yield event(same | {"choices": [self._choice(piece, exchange, "delta")]})
         except ApiError as error:
-            yield _event(self.error(error))
+            yield event(self.error(error))
             return
         if self._body.stream_options.include_usage:
-            yield _event(same | {"choices": [], "usage": usage(exchange)})
+            yield event(same | {"choices": [], "usage": usage(exchange)})
         yield "data: [DONE]\n\n"
 
     @staticmethod
@@ -236,18 +209,9 @@ class ChatCompletions(Dialect):
             calls = [_call(index, call) for index, call in enumerate(piece.calls)]
             message |= {"content": piece.text or None, "tool_calls": calls}
             choice["finish_reason"] = "tool_calls"
-        elif piece.finish_reason and (warning := self._warning(exchange.choices[piece.index].text)):
+        elif piece.finish_reason and (warning := exchange.warning(piece.index)):
             choice["warning"] = warning
         return choice | {"logprobs": self._logprobs(piece, exchange)} | self._ids("token_ids", piece.tokens)
-
-    def _warning(self, text: str) -> str:
-        """Returns what an answer without calls does not do that was asked for; "" if it does all."""
-        if self._body.tool_choice not in ("auto", "none"):
-            return "tool_choice: the answer is no call that can be read"
-        form = self._body.response_format
-        if form and form.type == "json_object" and not _is_object(split_thought(text)[1]):
-            return "response_format: the answer is no JSON object"
-        return ""
 
     def _logprobs(self, piece: Piece, exchange: Exchange) -> dict[str, Any] | None:
         """Builds the log-probabilities of the sampled tokens, if the request asks for them."""
@@ -281,11 +245,6 @@ class TextCompletions(ChatCompletions):
         return {"tokens": tokens, "token_logprobs": piece.logp, "top_logprobs": None, "text_offset": None}
 
 
-def _event(content: dict[str, Any]) -> str:
-    """Writes a server-sent event, which is one line whatever the content's text."""
-    return f"data: {json.dumps(content, allow_nan=False)}\n\n"
-
-
 def usage(exchange: Exchange) -> dict[str, int]:
     """Counts the tokens of the prompt and of all responses."""
     prompt, answers = len(exchange.prompt), sum(len(choice.tokens) for choice in exchange.choices)
@@ -296,11 +255,3 @@ def _call(index: int, call: Call) -> dict[str, Any]:
     """Writes a call as a client takes it."""
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"index": index, "id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
-
-
-def _is_object(text: str) -> bool:
-    """Whether a text is a JSON object."""
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import pydantic
+from pydantic import BeforeValidator, Field
 
 from hgpo_jax.utils.errors import one_line
 
@@ -23,20 +24,26 @@ CHANGING: dict[str, tuple] = {
     for harmless, names in (
         ((0,), "presence_penalty frequency_penalty min_p top_a min_tokens truncate_prompt_tokens top_logprobs prompt_logprobs"),
         ((1,), "repetition_penalty length_penalty typical_p best_of"),
-        ((False,), "use_beam_search ignore_eos echo continue_final_message include_stop_str_in_output"),
+        ((False,), "use_beam_search ignore_eos echo continue_final_message include_stop_str_in_output background"),
         ((True,), "skip_special_tokens add_generation_prompt"),
-        (({}, []), "logit_bias logits_processors allowed_token_ids bad_words stop_token_ids functions documents"),
+        (({}, []), "logit_bias logits_processors allowed_token_ids bad_words stop_token_ids functions documents mcp_servers"),
         (("",), "suffix chat_template"),
         (("auto", "none"), "function_call"),
         ((["text"],), "modalities"),
         ((), "guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf audio web_search_options"),
+        ((), "format output_format container"),
     )
     for name in names.split()
 }
 # Fields that need not have an effect here, so that nobody is told of them.
-SILENT = frozenset(["user", "store", "name", "tool_call_id", "annotations", "index", "include_obfuscation"])
+SILENT = frozenset(["user", "store", "include_obfuscation"]) | frozenset(
+    ["name", "id", "call_id", "tool_call_id", "tool_use_id", "index", "status", "annotations"]  # of earlier answers
+)
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 AnyBody = TypeVar("AnyBody", bound=pydantic.BaseModel)
+StopStrings = Annotated[
+    list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop), Field(max_length=16)
+]
 
 
 class ApiError(Exception):
@@ -68,6 +75,14 @@ class Conversation:
     call: str | None = None
     thinking: bool | None = None
 
+    def __post_init__(self):
+        """Raises ApiError for a tool that is to be called and is not there."""
+        names = [tool["function"]["name"] for tool in self.tools]
+        if self.call and self.call not in names:
+            raise ApiError(400, f"tool_choice: {self.call[:50]!r} is none of the tools", param="tool_choice")
+        if self.call is not None and not names:
+            raise ApiError(400, "tool_choice: a call needs tools; give some, or leave it out", param="tool_choice")
+
     @property
     def observation(self) -> str:
         """The last message that is not the assistant's."""
@@ -79,7 +94,8 @@ class SamplingRequest:
     """A client's request for n responses to one prompt, in whatever dialect.
 
     decoding: those of temperature, top_p and top_k that it names. limit: tokens of the longest response. parallel_calls:
-    whether an answer may call several tools. ignored: the fields without an effect.
+    whether an answer may call several tools. json_object: whether an answer should be a JSON object. ignored: the fields
+    without an effect.
     """
 
     model: str
@@ -90,6 +106,7 @@ class SamplingRequest:
     stop: list[str] = dataclasses.field(default_factory=list)
     seed: int | None = None
     parallel_calls: bool = True
+    json_object: bool = False
     stream: bool = False
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     ignored: list[str] = dataclasses.field(default_factory=list)
@@ -130,6 +147,58 @@ class OpenBody(Body):
     def ignored(self) -> list[str]:
         """Returns the names of the ignored fields, in a form that a header can hold."""
         return sorted({_NO_NAME.sub("?", name)[:60] for name in self.unknown()})[:MAX_IGNORED]
+
+
+class SamplingBody(OpenBody):
+    """The fields that the bodies of all dialects have in common.
+
+    temperature, top_p, top_k: by default from generation_config.json, or else 1, 1 and 0 (all tokens).
+    top_k, seed: also in dialects that lack them, as in other servers.
+    """
+
+    model: str
+    temperature: float | None = Field(None, ge=0, le=10)
+    top_p: float | None = Field(None, ge=1e-9, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1, as in other servers: all tokens, like 0
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stream: bool = False
+    metadata: dict[str, Any] = Field(default_factory=dict)
+
+    def sampling(self, prompt: Conversation | str | list[int], limit: int | None, stop: list[str]) -> SamplingRequest:
+        """Translates the common fields."""
+        decoding = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
+        if decoding.get("top_k") == -1:
+            decoding["top_k"] = 0
+        same = {name: getattr(self, name) for name in ("model", "seed", "stream", "metadata")}
+        return SamplingRequest(prompt=prompt, decoding=decoding, limit=limit, stop=stop, ignored=self.ignored(), **same)
+
+
+class CalledFunction(OpenBody):
+    """A call in an earlier answer, in OpenAI's words."""
+
+    name: str
+    arguments: pydantic.Json[dict[str, Any]] = Field(default_factory=dict)
+
+    @pydantic.field_validator("arguments", mode="before")
+    @classmethod
+    def _may_be_empty(cls, arguments: Any) -> Any:
+        return arguments or "{}"
+
+
+def or_text(kind: str) -> BeforeValidator:
+    """Lets a text stand for a list of one part of this type."""
+    return BeforeValidator(lambda content: [{"type": kind, "text": content}] if isinstance(content, str) else content)
+
+
+def function_tool(name: str, description: str | None, parameters: dict[str, Any] | None) -> dict[str, Any]:
+    """Builds a tool as a chat template takes it."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": {field: value for field, value in function.items() if value is not None}}
+
+
+def function_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Builds a call in an earlier answer, as a chat template takes it."""
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def parse(model: type[AnyBody], body: bytes | bytearray | dict[str, Any]) -> AnyBody:

@@ -1,7 +1,7 @@
 """The web application: dialects of public APIs over an `Engine`.
 
-    POST /v1/chat/completions, POST /v1/completions    whole or streamed
-    POST /v1/sessions/NAME/reward                      for a recorded episode (`sessions.py`)
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages    whole or streamed
+    POST /v1/sessions/NAME/reward                                              for a recorded episode (`sessions.py`)
     GET /v1/models, /health
 
 A request without room is answered 429 with Retry-After; if its client leaves, its slots are released. The header X-Ignored
@@ -30,11 +30,13 @@ from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
+from hgpo_jax.serving.anthropic_messages import Messages
 from hgpo_jax.serving.dialect import Dialect
 from hgpo_jax.serving.earlier_answers import prompt_ids
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
 from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions
+from hgpo_jax.serving.openai_responses import Responses
 from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest, parse
 from hgpo_jax.serving.sessions import OpenSessions, Place, RewardRequest, Session, Sessions, Turn, place_of
 from hgpo_jax.serving.text import ServedText
@@ -42,7 +44,12 @@ from hgpo_jax.serving.uvicorn_server import is_loopback
 
 log = logging.getLogger(__name__)
 
-DIALECTS: dict[str, type[Dialect]] = {"/v1/chat/completions": ChatCompletions, "/v1/completions": TextCompletions}
+DIALECTS: dict[str, type[Dialect]] = {
+    "/v1/chat/completions": ChatCompletions,
+    "/v1/completions": TextCompletions,
+    "/v1/responses": Responses,
+    "/v1/messages": Messages,
+}
 GRACE = 30.0  # timeout in seconds for a body to arrive, and for the rest of an answer to be read
 TOO_LONG = "context_length_exceeded"
 
@@ -176,12 +183,14 @@ class Api:
             with Exchange(
                 self._engine, self._texts, sampling, prompt, self._usual, self._time_limit, session, turn
             ) as exchange:
-                headers = self._headers(sampling, session)
+                headers = self._headers(dialect, session)
                 if sampling.stream:
                     events = self._events(dialect, exchange)
                     response: Response = StreamingResponse(events, headers=headers, media_type="text/event-stream")
                 elif await _stays(receive, exchange):
-                    response = JSONResponse(dialect.response(exchange), headers=headers)
+                    # A call's arguments may hold surrogates, which only an escape can write.
+                    whole = json.dumps(dialect.response(exchange), allow_nan=False)
+                    response = Response(whole, headers=headers, media_type="application/json")
                 else:
                     return
                 stays = not (sampling.stream or await request.is_disconnected())
@@ -230,17 +239,18 @@ class Api:
             raise ApiError(400, f"the prompt has {len(served.ids):,} tokens, this server reads {limit:,} tokens", code=TOO_LONG)
         return served
 
-    def _headers(self, sampling: SamplingRequest, session: Session | None) -> dict[str, str]:
+    def _headers(self, dialect: Dialect, session: Session | None) -> dict[str, str]:
         """Returns an answer's headers, which tell what is ignored; new names are also logged."""
-        ignored, most = list(sampling.ignored), self._engine.response_limit
+        sampling, most = dialect.request, self._engine.response_limit
+        ignored = list(sampling.ignored)
         if sampling.limit is not None and sampling.limit > most:
-            ignored.append("max_tokens")
+            ignored.append(dialect.limit_field)
         if isinstance(sampling.prompt, Conversation) and sampling.prompt.thinking is not None and not self._texts.has_switch:
-            ignored.append("chat_template_kwargs")
+            ignored.append(dialect.thinking_field)
         if session and session.decoding:
             ignored += sorted([*sampling.decoding, *(["seed"] if sampling.seed is not None else [])])
         for name in ignored:
-            _log_once(name, f"no answer has more than {most:,}" if name == "max_tokens" else "it is ignored")
+            _log_once(name, f"no answer has more than {most:,}" if name == dialect.limit_field else "it is ignored")
         return {"Cache-Control": "no-cache"} | ({"X-Ignored": ", ".join(ignored)} if ignored else {})
 
 
@@ -317,7 +327,7 @@ def _is_local(header: str) -> bool:
 
 def _key_of(request: Request) -> str:
     """Returns the API key that a request sends."""
-    return request.headers.get("authorization", "").removeprefix("Bearer ")
+    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 def _equal(one: str, other: str) -> bool:

@@ -17,6 +17,8 @@ def _installed(*modules: str):
 
 
 NEEDS = {
+    "agents": _installed("agents", "smolagents", "pydantic_ai"),  # frameworks for them
+    "anthropic": _installed("anthropic"),
     "chromium": lambda: shutil.which("chromium") is not None,
     "data": DATA.exists,
     "libtpu": _installed("libtpu"),

@@ -141,7 +141,7 @@ def told(ids, stops, cuts):
         text, used = text + piece, used + count
         if at == len(ids):
             break
-    return text, used, stream.stopped
+    return text, used, bool(stream.stopped)
 
 
 @example("ab", ["b", "ab"], [])

@@ -282,8 +282,18 @@ SAID = [*HELLO, CALL, {"role": "tool", "content": [{"type": "text", "text": "one
 BODIES = {
     "/v1/chat/completions": {"model": "tiny", "messages": SAID, "tools": [TOOL], "max_tokens": 2, "stop": ["x"], "n": 2},
     "/v1/completions": {"model": "tiny", "prompt": [3, 4], "max_tokens": 2, "metadata": {"session_id": "a"}},
+    "/v1/responses": {
+        "model": "tiny", "max_output_tokens": 2, "tools": [{"type": "function", "name": "x"}],
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hello"}]},
+                  {"type": "function_call", "name": "x", "arguments": "{}"}, {"type": "function_call_output", "output": "y"}],
+    },
+    "/v1/messages": {
+        "model": "tiny", "max_tokens": 2, "system": "Hello", "tools": [{"name": "x", "input_schema": {}}],
+        "messages": [{"role": "user", "content": [{"type": "tool_result", "content": "y"}, {"type": "text", "text": "z"}]},
+                     {"role": "assistant", "content": [{"type": "tool_use", "name": "x", "input": {"a": 1}}]}],
+    },
     "/v1/sessions/a/reward": {"reward": 1, "turn": 0},
-}
+}  # fmt: skip
 
 
 def test_nonsense_is_answered_and_changes_nothing(engine, policy):

@@ -5,8 +5,8 @@ import json
 import openai
 import pytest
 
-from hgpo_jax.serving.openai_completions import ChatBody, ChatCompletions
-from hgpo_jax.serving.requests import ApiError, parse
+from hgpo_jax.serving.openai_completions import ChatCompletions
+from hgpo_jax.serving.requests import ApiError
 from hgpo_jax.serving.text import ServedText
 from tests.helpers.chat_tokenizers import byte_tokenizer, calling_tokenizer, qwen_tokenizer, tool_tokenizer
 from tests.helpers.serving import HELLO, Scripted, client_of, served
@@ -118,14 +118,14 @@ def test_calls_of_the_templates_family_reach_the_client(answered, texts, require
     [
         (body([*HELLO, {"role": "user", "content": "x", "tool_calls": CALLS[1]["tool_calls"]}]), "calls no tools"),
         (body([{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[]"}}]}]), "arguments: Input"),
-        (body(tools=None, tool_choice="required"), "tool_choice: required needs tools"),
+        (body(tools=None, tool_choice="required"), "tool_choice: a call needs tools"),
         (body(tool_choice={"type": "function", "function": {"name": "go"}}), "tool_choice: 'go' is none of the tools"),
         (body(tools=[{"type": "web_search"}]), "tools.0"),
     ],
 )
 def test_mistakes_are_named(given, message):
     with pytest.raises(ApiError, match=message):
-        parse(ChatBody, given)
+        ChatCompletions(given)
 
 
 def test_tools_cannot_forge_the_frame():

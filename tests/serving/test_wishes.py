@@ -178,4 +178,4 @@ def test_an_answer_that_is_no_json_object_says_so(scripted, said, warned):
     (choice,) = create(**asked).choices
     *_, last = create(**asked, stream=True)
     for one in (choice, last.choices[0]):
-        assert (one.model_extra.get("warning") == "response_format: the answer is no JSON object") == warned
+        assert (one.model_extra.get("warning") == "the answer is no JSON object") == warned

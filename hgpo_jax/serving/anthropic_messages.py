@@ -1,0 +1,238 @@
+"""The dialect of Anthropic's messages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import AsyncIterator, Iterable
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from hgpo_jax.serving.dialect import Dialect, event
+from hgpo_jax.serving.exchange import Exchange, Piece
+from hgpo_jax.serving.requests import (
+    ApiError,
+    Conversation,
+    OpenBody,
+    SamplingBody,
+    SamplingRequest,
+    StopStrings,
+    function_call,
+    function_tool,
+    or_text,
+    parse,
+)
+
+# The `type` of an error by its status; of others `api_error` from 500 on, else `invalid_request_error`.
+ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+}
+
+
+class Text(OpenBody):
+    type: Literal["text"]
+    text: str
+
+
+class Thinking(OpenBody):
+    """A thought that another server has split from an answer. Chat templates do not show it, so its fields are ignored."""
+
+    type: Literal["thinking", "redacted_thinking"]
+
+
+class ToolUse(OpenBody):
+    """A call in an earlier answer."""
+
+    type: Literal["tool_use"]
+    name: str
+    input: dict[str, Any] = Field(default_factory=dict)
+
+
+class ToolResult(OpenBody):
+    type: Literal["tool_result"]
+    content: Annotated[list[Text], or_text("text")] = Field(default_factory=list)
+
+
+Block = Annotated[Text | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
+# The blocks that a message may hold, by its role.
+BLOCKS: dict[str, tuple[type[OpenBody], ...]] = {
+    "system": (Text,),
+    "user": (Text, ToolResult),
+    "assistant": (Text, Thinking, ToolUse),
+}
+
+
+class Message(OpenBody):
+    """A message of a conversation; results of tools are blocks of the user's."""
+
+    role: Literal["system", "user", "assistant"]
+    content: Annotated[list[Block], or_text("text")]
+
+    @pydantic.model_validator(mode="after")
+    def _holds_its_blocks(self):
+        if wrong := [block.type for block in self.content if not isinstance(block, BLOCKS[self.role])]:
+            raise ValueError(f"a message of the {self.role} has no blocks of type {wrong[0]}")
+        if not self.content and self.role != "assistant":
+            raise ValueError(f"a message of the {self.role} needs content")
+        return self
+
+    def plain(self) -> list[dict[str, Any]]:
+        """Returns the message as chat templates take it, to which each result of a tool is a message of its own."""
+        if self.role == "assistant":
+            calls = [function_call(block.name, block.input) for block in self.content if isinstance(block, ToolUse)]
+            return [{"role": "assistant", "content": _text(self.content)} | ({"tool_calls": calls} if calls else {})]
+        messages: list[dict[str, Any]] = []
+        for are_texts, blocks in itertools.groupby(self.content, lambda block: isinstance(block, Text)):
+            if are_texts:
+                messages.append({"role": self.role, "content": _text(blocks)})
+            else:
+                messages += [{"role": "tool", "content": _text(block.content)} for block in blocks]  # type: ignore[union-attr]
+        return messages
+
+
+class Tool(OpenBody):
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+
+
+class ToolChoice(OpenBody):
+    """Which tool an answer must call, if any; done as `tool_choice` of OpenAI's chat completions is."""
+
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+    @pydantic.model_validator(mode="after")
+    def _names_a_tool(self):
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name goes with the type tool, and with no other")
+        return self
+
+
+class ThinkingSwitch(OpenBody):
+    """The switch for thoughts of a chat template; a budget of tokens is ignored."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class MessagesBody(SamplingBody):
+    """A request's body. output_config: its effort is ignored, and its format is refused."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int = Field(ge=1)
+    system: Annotated[list[Text], or_text("text")] = Field(default_factory=list)
+    stop_sequences: StopStrings = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: ToolChoice = ToolChoice()
+    thinking: ThinkingSwitch | None = None
+    output_config: OpenBody = OpenBody()
+
+    def request(self) -> SamplingRequest:
+        """Translates the body."""
+        system = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        tools = [] if self.tool_choice.type == "none" else self.tools
+        conversation = Conversation(
+            [*system, *(plain for message in self.messages for plain in message.plain())],
+            [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
+            {"any": "", "tool": self.tool_choice.name}.get(self.tool_choice.type),
+            None if self.thinking is None else self.thinking.type != "disabled",
+        )
+        request = self.sampling(conversation, self.max_tokens, self.stop_sequences)
+        request.parallel_calls = not self.tool_choice.disable_parallel_tool_use
+        return request
+
+
+class Messages(Dialect):
+    """Anthropic's messages."""
+
+    limit_field, thinking_field = "max_tokens", "thinking"
+
+    def __init__(self, body: bytes | bytearray):
+        self.request = parse(MessagesBody, body).request()
+        self._identity = secrets.token_hex(12)
+
+    def response(self, exchange: Exchange) -> dict[str, Any]:
+        (whole,) = exchange.choices
+        text = [{"type": "text", "text": whole.text}] if whole.text else []
+        return self._message(exchange, [*text, *self._calls(whole)]) | _ending(exchange)
+
+    async def events(self, exchange: Exchange) -> AsyncIterator[str]:
+        yield _event("message_start", message=self._message(exchange, []))
+        (whole,) = exchange.choices
+        begun = False
+        try:
+            async for piece in exchange.pieces():
+                if piece.text and not begun:
+                    yield _event("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                    begun = True
+                if piece.text:
+                    yield _event("content_block_delta", index=0, delta={"type": "text_delta", "text": piece.text})
+        except ApiError as error:
+            yield event(self.error(error), "error")
+            return
+        if begun:
+            yield _event("content_block_stop", index=0)
+        for index, call in enumerate(self._calls(whole), int(begun)):
+            arguments = {"type": "input_json_delta", "partial_json": json.dumps(call["input"])}
+            yield _event("content_block_start", index=index, content_block=call | {"input": {}})
+            yield _event("content_block_delta", index=index, delta=arguments)
+            yield _event("content_block_stop", index=index)
+        yield _event("message_delta", delta=_ending(exchange), usage=_usage(exchange))
+        yield _event("message_stop")
+
+    @staticmethod
+    def error(error: ApiError) -> dict[str, Any]:
+        kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+    def _message(self, exchange: Exchange, content: list[dict[str, Any]]) -> dict[str, Any]:
+        """Builds a message that has not ended."""
+        return {
+            "id": f"msg_{self._identity}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.request.model,
+            "content": content,
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(exchange),
+        }
+
+    def _calls(self, whole: Piece) -> list[dict[str, Any]]:
+        """Builds the blocks of an answer's calls."""
+        return [
+            {"type": "tool_use", "id": f"toolu_{self._identity}{index}", "name": call.name, "input": call.arguments}
+            for index, call in enumerate(whole.calls)
+        ]
+
+
+def _event(kind: str, **content: Any) -> str:
+    return event({"type": kind} | content, kind)
+
+
+def _text(blocks: Iterable[OpenBody]) -> str:
+    return "".join(block.text for block in blocks if isinstance(block, Text))
+
+
+def _usage(exchange: Exchange) -> dict[str, int]:
+    return {"input_tokens": len(exchange.prompt), "output_tokens": len(exchange.choices[0].tokens)}
+
+
+def _ending(exchange: Exchange) -> dict[str, Any]:
+    """Says how an answer has ended, and in a `warning` what it does not do that was asked for."""
+    (whole,) = exchange.choices
+    if whole.calls:
+        return {"stop_reason": "tool_use", "stop_sequence": None}
+    reason = "stop_sequence" if whole.stopped else "end_turn" if whole.finish_reason == "stop" else "max_tokens"
+    ending: dict[str, Any] = {"stop_reason": reason, "stop_sequence": whole.stopped or None}
+    return ending | ({"warning": warning} if (warning := exchange.warning(0)) else {})

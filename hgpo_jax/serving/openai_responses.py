@@ -1,0 +1,285 @@
+"""The dialect of OpenAI's responses. Nothing is stored: each request holds its whole conversation."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BeforeValidator, Field
+
+from hgpo_jax.serving.dialect import Dialect, event
+from hgpo_jax.serving.exchange import Exchange, Piece
+from hgpo_jax.serving.openai_completions import ChatCompletions, TemplateOptions
+from hgpo_jax.serving.requests import (
+    ApiError,
+    CalledFunction,
+    Conversation,
+    OpenBody,
+    SamplingBody,
+    SamplingRequest,
+    StopStrings,
+    function_call,
+    function_tool,
+    or_text,
+    parse,
+)
+
+STORED = ("previous_response_id", "conversation", "prompt")  # fields that name what OpenAI's own server has stored
+
+
+class Part(OpenBody):
+    """A part of a message's content, which must be text. logprobs: those of an earlier answer, without an effect."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    logprobs: list[Any] = Field(default_factory=list)
+
+
+class Message(OpenBody):
+    """A message; a developer's is a system message."""
+
+    type: Literal["message"]
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[Part], or_text("input_text")]
+
+
+class FunctionCall(CalledFunction):
+    type: Literal["function_call"]
+
+
+class FunctionCallOutput(OpenBody):
+    type: Literal["function_call_output"]
+    output: Annotated[list[Part], or_text("input_text")]
+
+
+class Reasoning(OpenBody):
+    """A thought that another server has split from an answer. Chat templates do not show it, so its fields are ignored."""
+
+    type: Literal["reasoning"]
+
+
+def _items(given: Any) -> Any:
+    """Makes a list of items with types of what may be a text, or have messages without a type."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if not isinstance(given, list):
+        return given
+    return [item | {"type": item.get("type") or "message"} if isinstance(item, dict) else item for item in given]
+
+
+class Tool(OpenBody):
+    """A function that the client calls; tools that run on OpenAI's own server are refused."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChosenTool(OpenBody):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(OpenBody):
+    """As `response_format` of OpenAI's chat completions."""
+
+    type: Literal["text", "json_object"] = "text"
+
+
+class TextOptions(OpenBody):
+    format: TextFormat = TextFormat()
+
+
+class ResponsesBody(SamplingBody):
+    """A request's body.
+
+    tool_choice, parallel_tool_calls: as in OpenAI's chat completions. stop, chat_template_kwargs: as in other servers.
+    """
+
+    input: Annotated[
+        list[Annotated[Message | FunctionCall | FunctionCallOutput | Reasoning, Field(discriminator="type")]],
+        Field(min_length=1),
+        BeforeValidator(_items),
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    stop: StopStrings = Field(default_factory=list)
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
+    parallel_tool_calls: bool = True
+    text: TextOptions = TextOptions()
+    chat_template_kwargs: TemplateOptions = TemplateOptions()
+    stream_options: OpenBody = OpenBody()
+
+    @pydantic.model_validator(mode="after")
+    def _needs_nothing_stored(self):
+        if name := next((name for name in STORED if name in (self.model_extra or {})), ""):
+            raise ApiError(400, f"{name}: this server stores nothing; send the whole conversation as input", param=name)
+        return self
+
+    def request(self) -> SamplingRequest:
+        """Translates the body."""
+        tools = [] if self.tool_choice == "none" else self.tools
+        call = {"required": ""}.get(self.tool_choice) if isinstance(self.tool_choice, str) else self.tool_choice.name
+        conversation = Conversation(
+            self._messages(),
+            [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
+            call,
+            self.chat_template_kwargs.thinking,
+        )
+        request = self.sampling(conversation, self.max_output_tokens, self.stop)
+        request.parallel_calls, request.json_object = self.parallel_tool_calls, self.text.format.type == "json_object"
+        return request
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """Returns the conversation as a chat template takes it: calls belong to the assistant's message before them."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in self.input:
+            if isinstance(item, Message):
+                role = "system" if item.role == "developer" else item.role
+                messages.append({"role": role, "content": _text(item.content)})
+            elif isinstance(item, FunctionCallOutput):
+                messages.append({"role": "tool", "content": _text(item.output)})
+            elif isinstance(item, FunctionCall):
+                if not (messages and messages[-1]["role"] == "assistant"):
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1].setdefault("tool_calls", []).append(function_call(item.name, item.arguments))
+        return messages
+
+
+class Responses(Dialect):
+    """OpenAI's responses."""
+
+    limit_field, thinking_field = "max_output_tokens", "chat_template_kwargs"
+
+    def __init__(self, body: bytes | bytearray):
+        self._body = parse(ResponsesBody, body)
+        self.request = self._body.request()
+        self._identity, self._created, self._numbers = secrets.token_hex(12), int(time.time()), itertools.count()
+
+    def response(self, exchange: Exchange) -> dict[str, Any]:
+        (whole,) = exchange.choices
+        status = "completed" if whole.finish_reason == "stop" else "incomplete"
+        ended = self._response(status) | {"output": self._output(whole, status), "usage": _usage(exchange)}
+        if status == "incomplete":
+            ended["incomplete_details"] = {"reason": "max_output_tokens"}
+        if not whole.calls and (warning := exchange.warning(0)):
+            ended["warning"] = warning
+        return ended
+
+    async def events(self, exchange: Exchange) -> AsyncIterator[str]:
+        yield self._event("created", response=self._response("in_progress"))
+        yield self._event("in_progress", response=self._response("in_progress"))
+        begun = False
+        try:
+            async for piece in exchange.pieces():
+                if not begun and (piece.text or (piece.finish_reason and not piece.calls)):
+                    yield self._event("output_item.added", output_index=0, item=self._text_item("in_progress"))
+                    yield self._text_event("content_part.added", part=_part(""))
+                    begun = True
+                if piece.text:
+                    yield self._text_event("output_text.delta", delta=piece.text, logprobs=[])
+        except ApiError as error:
+            failure = {"error": {"code": "server_error", "message": error.message}}
+            yield self._event("failed", response=self._response("failed") | failure)
+            return
+        response = self.response(exchange)
+        for index, item in enumerate(response["output"]):
+            for told in self._text_end(item) if item["type"] == "message" else self._call(index, item):
+                yield told
+            yield self._event("output_item.done", output_index=index, item=item)
+        yield self._event(response["status"], response=response)
+
+    error = staticmethod(ChatCompletions.error)
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """Builds a response without its output."""
+        body = self._body
+        same = ("model", "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "top_p")
+        choice = body.tool_choice if isinstance(body.tool_choice, str) else body.tool_choice.model_dump()
+        return {name: getattr(body, name) for name in same} | {
+            "id": f"resp_{self._identity}",
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "output": [],
+            "previous_response_id": None,
+            "store": False,
+            "text": {"format": {"type": body.text.format.type}},
+            "tool_choice": choice,
+            "tools": [tool.model_dump() for tool in body.tools],
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def _output(self, whole: Piece, status: str) -> list[dict[str, Any]]:
+        """Builds the items of an answer: its text, unless there are calls alone, and its calls."""
+        calls = [
+            {
+                "type": "function_call",
+                "id": f"fc_{self._identity}{index}",
+                "call_id": f"call_{self._identity}{index}",
+                "name": call.name,
+                "arguments": json.dumps(call.arguments),
+                "status": "completed",
+            }
+            for index, call in enumerate(whole.calls)
+        ]
+        return [self._text_item(status, whole.text), *calls] if whole.text or not calls else calls
+
+    def _text_item(self, status: str, text: str | None = None) -> dict[str, Any]:
+        """Builds the item of an answer's text; None: without a part that holds it."""
+        content = [] if text is None else [_part(text)]
+        return {"type": "message", "id": f"msg_{self._identity}", "role": "assistant", "status": status, "content": content}
+
+    def _text_end(self, item: dict[str, Any]) -> Iterator[str]:
+        """Yields the events that end a text's part."""
+        (part,) = item["content"]
+        yield self._text_event("output_text.done", text=part["text"], logprobs=[])
+        yield self._text_event("content_part.done", part=part)
+
+    def _call(self, index: int, item: dict[str, Any]) -> Iterator[str]:
+        """Yields the events of a whole call."""
+        place = {"output_index": index, "item_id": item["id"]}
+        arguments = item["arguments"]
+        begun = item | {"arguments": "", "status": "in_progress"}
+        yield self._event("output_item.added", output_index=index, item=begun)
+        yield self._event("function_call_arguments.delta", **place, delta=arguments)
+        yield self._event("function_call_arguments.done", **place, name=item["name"], arguments=arguments)
+
+    def _event(self, kind: str, **content: Any) -> str:
+        name = f"response.{kind}"
+        return event({"type": name, "sequence_number": next(self._numbers)} | content, name)
+
+    def _text_event(self, kind: str, **content: Any) -> str:
+        """Writes an event of the text's only part."""
+        return self._event(kind, output_index=0, item_id=f"msg_{self._identity}", content_index=0, **content)
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _text(parts: list[Part]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def _usage(exchange: Exchange) -> dict[str, Any]:
+    prompt, answer = len(exchange.prompt), len(exchange.choices[0].tokens)
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": answer,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + answer,
+    }

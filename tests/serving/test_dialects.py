@@ -1,0 +1,275 @@
+"""Every dialect asks for the same: equal conversations are equal prompts, wishes are honoured, named or refused."""
+
+import dataclasses
+import json
+
+import pytest
+from openai.types.responses import response_create_params
+
+from hgpo_jax.serving.anthropic_messages import Messages
+from hgpo_jax.serving.openai_completions import ChatCompletions
+from hgpo_jax.serving.openai_responses import STORED, Responses, ResponsesBody
+from hgpo_jax.serving.requests import CHANGING, SILENT, ApiError, parse
+from hgpo_jax.serving.sessions import Session, Sessions
+from tests.helpers.serving import HELLO, Scripted, post, raw, served
+
+SCHEMA = {"type": "object", "properties": {"thing": {"type": "string"}}}
+LOOK, GO = ({"name": name, "description": f"To {name}."} for name in ("look", "go"))
+TOOLS = {
+    ChatCompletions: [{"type": "function", "function": tool | {"parameters": SCHEMA}} for tool in (LOOK, GO)],
+    Responses: [{"type": "function", "parameters": SCHEMA, **tool} for tool in (LOOK, GO)],
+    Messages: [{"input_schema": SCHEMA, **tool} for tool in (LOOK, GO)],
+}
+PATHS = {Responses: "/v1/responses", Messages: "/v1/messages"}
+USUAL = {
+    ChatCompletions: {"model": "tiny", "messages": HELLO, "max_tokens": 9},
+    Responses: {"model": "tiny", "input": "Hello", "max_output_tokens": 9},
+    Messages: {"model": "tiny", "messages": HELLO, "max_tokens": 9},
+}
+LONGEST = Scripted.response_limit
+BOTH = [Responses, Messages]
+
+
+def request(dialect, **fields):
+    return dialect(json.dumps(USUAL[dialect] | fields).encode()).request
+
+
+def asked(stage, dialect, **fields):
+    """What is answered to a request: (status, headers, body)."""
+    return raw(stage.port, post(json.dumps(USUAL[dialect] | fields), PATHS[dialect]))
+
+
+def text(kind, *texts):
+    return [{"type": kind, "text": one} for one in texts]
+
+
+def of_chat(name, thing):
+    return {"id": "call_1", "type": "function", "function": {"name": name, "arguments": json.dumps({"thing": thing})}}
+
+
+def of_responses(name, thing):
+    return {"type": "function_call", "call_id": "call_1", "name": name, "arguments": json.dumps({"thing": thing})}
+
+
+def of_messages(name, thing):
+    return {"type": "tool_use", "id": "toolu_1", "name": name, "input": {"thing": thing}}
+
+
+CONVERSATION = {
+    ChatCompletions: {"messages": [
+        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "A desk?"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [of_chat("look", "desk"), of_chat("go", "désk")]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "A desk."}, {"role": "tool", "content": "You are there."},
+        {"role": "user", "content": "And now?"}, {"role": "assistant", "tool_calls": [of_chat("look", "bed")]},
+        {"role": "tool", "content": ""}, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "Go on."},
+    ]},
+    Responses: {"instructions": "Be brief.", "input": [
+        {"role": "user", "content": "A desk?"},
+        {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant",
+         "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
+        of_responses("look", "desk") | {"id": "fc_1", "status": "completed"}, of_responses("go", "désk"),
+        {"type": "function_call_output", "call_id": "call_1", "output": "A desk."},
+        {"type": "function_call_output", "call_id": "call_2", "output": text("input_text", "You are", " there.")},
+        {"type": "message", "role": "user", "content": text("input_text", "And ", "now?")}, of_responses("look", "bed"),
+        {"type": "function_call_output", "call_id": "call_1", "output": ""},
+        {"role": "assistant", "content": "Done."}, {"role": "user", "content": "Go on."},
+    ]},
+    Messages: {"system": text("text", "Be ", "brief."), "messages": [
+        {"role": "user", "content": "A desk?"},
+        {"role": "assistant", "content": [*text("text", "I look."), of_messages("look", "desk"), of_messages("go", "désk")]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": "A desk."},
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": text("text", "You are", " there.")},
+            *text("text", "And ", "now?"),
+        ]},
+        {"role": "assistant", "content": [of_messages("look", "bed")]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]},
+        {"role": "assistant", "content": text("text", "Done.")}, {"role": "user", "content": text("text", "Go on.")},
+    ]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", BOTH)
+def test_a_conversation_is_the_same_in_every_dialect(dialect):
+    asked_for, chats = (request(kind, tools=TOOLS[kind], **CONVERSATION[kind]) for kind in (dialect, ChatCompletions))
+    assert asked_for == chats and not asked_for.ignored
+    assert len(asked_for.prompt.messages) == 10 and asked_for.prompt.messages[2]["tool_calls"][1]["function"]["name"] == "go"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "fields", "chats"),
+    [
+        (Messages, {"tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
+        (Messages, {"tool_choice": {"type": "tool", "name": "go"}},
+         {"tool_choice": {"type": "function", "function": {"name": "go"}}}),
+        (Messages, {"tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+        (Messages, {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, {"parallel_tool_calls": False}),
+        (Messages, {"stop_sequences": ["a", "b"]}, {"stop": ["a", "b"]}),
+        (Messages, {"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (Messages, {"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
+        (Responses, {"tool_choice": "required"}, {"tool_choice": "required"}),
+        (Responses, {"tool_choice": {"type": "function", "name": "go"}},
+         {"tool_choice": {"type": "function", "function": {"name": "go"}}}),
+        (Responses, {"tool_choice": "none"}, {"tool_choice": "none"}),
+        (Responses, {"parallel_tool_calls": False}, {"parallel_tool_calls": False}),
+        (Responses, {"stop": "a"}, {"stop": "a"}),
+        (Responses, {"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
+        (Responses, {"max_output_tokens": None}, {"max_tokens": None}),
+        (Responses, *[{"chat_template_kwargs": {"enable_thinking": False}}] * 2),
+        *((dialect, fields, fields) for dialect in BOTH for fields in (
+            {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3}, {"stream": True}, {"metadata": {"user_id": "me"}},
+            {"top_k": -1, "store": True, "user": "me"},
+        )),
+    ],
+)  # fmt: skip
+def test_a_wish_is_the_same_in_every_dialect(dialect, fields, chats):
+    ours = request(dialect, tools=TOOLS[dialect], **fields)
+    assert ours == request(ChatCompletions, tools=TOOLS[ChatCompletions], **chats)
+    without = request(dialect, tools=TOOLS[dialect])
+    assert dataclasses.astuple(ours) != dataclasses.astuple(without) or fields.keys() <= SILENT
+
+
+@pytest.mark.parametrize(
+    ("dialect", "wish", "ignored"),
+    [
+        (Messages, {"service_tier": "auto", "cache_control": {"type": "ephemeral"}}, "cache_control, service_tier"),
+        (Messages, {"output_config": {"effort": "low"}}, "output_config.effort"),
+        (Messages, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens, thinking"),
+        (Messages, {"max_tokens": LONGEST + 1}, "max_tokens"),
+        (Messages, {"messages": [*HELLO, {"role": "assistant", "content": [{"type": "thinking", "thinking": "x"}]}, *HELLO]},
+         "messages.content.thinking"),
+        (Messages, {"system": [{"type": "text", "text": "x", "cache_control": {}}]}, "system.cache_control"),
+        (Messages, {"metadata": {"user_id": "me"}, "tools": [], "tool_choice": {"type": "auto"}}, None),
+        (Responses, {"reasoning": {"effort": "low"}, "include": ["x"], "text": {"verbosity": "low"}},
+         "include, reasoning, text.verbosity"),
+        (Responses, {"max_output_tokens": LONGEST + 1}, "max_output_tokens"),
+        (Responses, {"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+        (Responses, {"input": [{"type": "reasoning", "id": "rs_1", "summary": []}, *HELLO]}, "input.summary"),
+        (Responses, {"store": True, "background": False, "stream_options": {"include_obfuscation": False}}, None),
+    ],
+)  # fmt: skip
+def test_wishes_that_cost_nothing(stage, dialect, wish, ignored):
+    for stream in (False, True):
+        status, headers, body = asked(stage, dialect, stream=stream, **wish)
+        assert (status, headers.get("x-ignored")) == (200, ignored), body
+
+
+def test_no_official_field_is_dropped_silently():
+    known = ResponsesBody.model_fields.keys() | CHANGING.keys() | SILENT | set(STORED)
+    for name in response_create_params.ResponseCreateParamsBase.__annotations__.keys() - known:
+        assert parse(ResponsesBody, {"model": "tiny", "input": "Hello", name: "x"}).ignored() == [name]
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    ("dialect", "wish", "message"),
+    [
+        (Messages, {"max_tokens": None}, "max_tokens: Field required"),
+        (Messages, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0: Input tag 'image' found"),
+        (Messages, {"messages": [{"role": "user", "content": []}]}, "messages.0: Value error, a message of the user needs"),
+        (Messages, {"messages": [{"role": "user", "content": [of_messages("x", "y")]}]}, "user has no blocks of type tool_use"),
+        (Messages, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: Input should be"),
+        (Messages, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools.0.type: Input should be 'custom'"),
+        (Messages, {"tool_choice": {"type": "any"}}, "tool_choice: a call needs tools"),
+        (Messages, {"tool_choice": {"type": "tool"}}, "tool_choice: Value error, a name goes with the type tool"),
+        (Messages, {"output_config": {"format": {"type": "json_schema"}}}, "format: this server cannot do that"),
+        (Messages, {"mcp_servers": [{}]}, "mcp_servers: this server cannot do that"),
+        (Messages, {"container": "x"}, "container: this server cannot do that"),
+        (Responses, {"previous_response_id": "resp_1"}, "previous_response_id: this server stores nothing; send the whole"),
+        (Responses, {"conversation": "conv_1"}, "conversation: this server stores nothing"),
+        (Responses, {"prompt": {"id": "x"}}, "prompt: this server stores nothing"),
+        (Responses, {"background": True}, "background: this server cannot do that"),
+        (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0: Input tag 'item_reference' found"),
+        (Responses, {"input": []}, "input: List should have at least 1 item"),
+        (Responses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
+         "content.0.type: Input should be 'input_text' or"),
+        (Responses, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        (Responses, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.type: Input should be"),
+        (Responses, {"input": [of_responses("x", "y") | {"arguments": "[]"}]}, "arguments: Input should be an object"),
+        *((dialect, wish, message) for dialect in BOTH for wish, message in (
+            ({"temperature": -1}, "temperature: "), ({"model": "gpt"}, "model: 'gpt' is not served here"),
+            ({"presence_penalty": 1}, "presence_penalty: this server cannot"), ({"model": None}, "model: Field required"),
+        )),
+    ],
+)  # fmt: skip
+def test_what_would_give_a_wrong_answer_is_refused(stage, dialect, wish, message):
+    status, _, body = asked(stage, dialect, stream=True, **wish)
+    error = json.loads(body)["error"]
+    assert status == (404 if wish.get("model") else 400) and message in error["message"] and "\n" not in error["message"]
+    if dialect is Messages:
+        assert json.loads(body).keys() == {"type", "error"} and json.loads(body)["type"] == "error"
+        assert error["type"] == ("not_found_error" if wish.get("model") else "invalid_request_error")
+    else:
+        assert error.keys() == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [(408, "invalid_request_error"), (413, "request_too_large"), (429, "rate_limit_error"), (503, "api_error"),
+     (504, "timeout_error")],
+)  # fmt: skip
+def test_messages_have_anthropics_kinds_of_errors(status, kind):
+    assert Messages.error(ApiError(status, "x"))["error"] == {"type": kind, "message": "x"}
+
+
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "\\ud800"}}</tool_call>'
+
+
+def put_together(stream):
+    """The message that a stream's events tell, read by hand; the official client does it in test_messages.py."""
+    lines = stream.splitlines()
+    start, *events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert names == [event["type"] for event in (start, *events)]
+    message, blocks = start["message"], []
+    for event in events:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(blocks)
+            blocks.append(event["content_block"])
+        elif event["type"] == "content_block_delta" and "text" in event["delta"]:
+            blocks[event["index"]]["text"] += event["delta"]["text"]
+        elif event["type"] == "content_block_delta":
+            blocks[event["index"]]["input"] |= json.loads(event["delta"]["partial_json"])
+        elif event["type"] == "message_delta":
+            message |= event["delta"] | {"usage": event["usage"], "content": blocks}
+    return message
+
+
+@pytest.mark.parametrize(
+    ("said", "stops", "content", "reason", "stop"),
+    [
+        (f"I look.{CALL}", [], [*text("text", "I look."), of_messages("look", None)], "tool_use", None),
+        ("I look.", ["loo", "lo"], text("text", "I "), "stop_sequence", "lo"),
+        ("I look.", ["look!"], text("text", "I look."), "end_turn", None), ("", [], [], "end_turn", None),
+    ],
+)  # fmt: skip
+def test_a_message_is_what_its_events_say(stage, said, stops, content, reason, stop):
+    stage.answer, fields = said, {"tools": TOOLS[Messages], "max_tokens": 300, "stop_sequences": stops}
+    whole = json.loads(asked(stage, Messages, **fields)[2])
+    body = json.dumps(USUAL[Messages] | fields | {"stream": True})
+    streamed = put_together(raw(stage.port, post(body, PATHS[Messages]), whole=True)[2])
+    for message in (whole, streamed):
+        assert message.pop("id").startswith("msg_")
+        for block in message["content"]:
+            if block["type"] == "tool_use":
+                assert block.pop("id").startswith("toolu_") and block.pop("input") == {"at": "\ud800"}
+    expected = [{name: block[name] for name in block if name not in ("id", "input")} for block in content]
+    assert whole == streamed and whole["content"] == expected
+    assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
+
+
+KEYS = "X-Api-Key: {}\r\n", "Authorization: Bearer {}\r\n", "Authorization: Bearer x\r\nX-Api-Key: {}\r\n"
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_in_either_header(stage, key):
+    session = Session("sesame", 2)
+    with served(stage.engine, stage, sessions=Sessions([session])) as port:
+        for name in ("sesam", "sesame"):
+            head, _, rest = post(json.dumps(USUAL[Messages]), PATHS[Messages]).partition(b"Content-Length")
+            status, _, body = raw(port, head + key.format(name).encode() + b"Content-Length" + rest)
+            assert status == (200 if name == "sesame" else 401), body
+            assert status == 200 or json.loads(body)["error"]["type"] == "authentication_error"
+    assert len(session.turns) == 1
