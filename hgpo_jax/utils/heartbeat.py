@@ -32,7 +32,7 @@ from hgpo_jax.utils.files import atomic_write
 
 LOOK_EVERY = 1.0  # seconds between two looks at what is running
 FIRST = 5.0  # seconds of a phase before it is reported, and before a command's first line; shorter phases are not mentioned
-NEW = 10.0  # seconds without a line before another phase is reported
+NEW = 10.0  # seconds without a line before a phase that is new is reported
 EVERY = 25.0  # seconds without a line before the same is reported again; with LOOK_EVERY, less than 30
 LOG = "log.txt"  # in a run's folder: the lines of its commands, with their times
 COMPILING = ".compiling"  # in a run's folder: the programs that its process is compiling
@@ -58,11 +58,10 @@ class Phase:
     """Something that the thread which makes this does.
 
     program: what is compiled, if it is a compilation.
-    reported: whether a line has mentioned it.
     """
 
     def __init__(self, name: str, program: str = ""):
-        self.name, self.program, self.reported = name, program, False
+        self.name, self.program = name, program
         self.thread, self.began = threading.get_ident(), time.perf_counter()
 
     def seconds(self) -> float:
@@ -104,7 +103,8 @@ class Heartbeat(contextlib.ContextDecorator):
         global _current
         self._whole = Phase(self._name)
         self._running: list[Phase] = []  # in the order of their beginnings
-        self._last_line = time.perf_counter()
+        self._last_line, self._silent = time.perf_counter(), True
+        self._reported: set[str] = set()  # names of phases that are no news
         self._bar: tqdm | None = None
         self._log: IO[str] | None = None
         self._early: list[str] = []  # lines from before the log was opened
@@ -189,10 +189,10 @@ class Heartbeat(contextlib.ContextDecorator):
         now = time.perf_counter()
         with self._lock:
             shown = self._innermost(now)
-            known = all(one.reported for one in shown)
-            due = bool(shown) and now - self._last_line >= (EVERY if known else NEW if self._whole.reported else FIRST)
-            for one in shown if due else ():
-                one.reported = True
+            names = {one.name for one in shown}
+            known = names <= self._reported
+            due = bool(shown) and now - self._last_line >= (EVERY if known else FIRST if self._silent else NEW)
+            self._reported |= names if due else set()
         line = ", ".join(self._describe(one) for one in shown)
         self._show_live(line)
         if due:
@@ -202,7 +202,7 @@ class Heartbeat(contextlib.ContextDecorator):
         """Returns the phases to show, the earliest first: those that take long, or after a silence what there is."""
         innermost = sorted({one.thread: one for one in self._running}.values(), key=lambda one: one.began)
         shown = [one for one in innermost if now - one.began >= FIRST]
-        if not shown and now - self._last_line >= (EVERY if self._whole.reported else FIRST):
+        if not shown and now - self._last_line >= (FIRST if self._silent else EVERY):
             shown = innermost or [self._whole]
         return list({one.name: one for one in reversed(shown)}.values())[::-1]
 
@@ -229,7 +229,7 @@ class Heartbeat(contextlib.ContextDecorator):
     def _hear(self, text: str) -> None:
         lines = [f"{datetime.now():%Y-%m-%d %H:%M:%S}  {line}\n" for line in text.splitlines() if line]
         with self._lock, contextlib.suppress(OSError):
-            self._last_line, self._whole.reported = time.perf_counter(), True
+            self._last_line, self._silent = time.perf_counter(), False
             self._log.writelines(lines) if self._log else self._early.extend(lines)
 
     def _begin_compiling(self, event: str, value: float | int, **kwargs: str | int) -> None:
