@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,12 +25,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.bench import duration, limits
+from hgpo_jax.bench.targets import target_of
 from hgpo_jax.bench.update import learner_step, random_batch
 from hgpo_jax.config import Config, cli
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.methods import method_named
 from hgpo_jax.policy import network, shapes, shardings
-from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
@@ -43,15 +43,13 @@ from hgpo_jax.sampling.slots import NewPrompts
 from hgpo_jax.setup import memory
 from hgpo_jax.utils.errors import ConfigError
 
-TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_config_arguments(parser)
     parser.add_argument("--chip", choices=sorted(memory.CHIPS), help="device whose memory the plan must fit")
     for name, meaning in (("turns", "of an episode"), ("prompt", "tokens of a prompt"), ("response", "tokens of a response")):
         parser.add_argument(f"--{name}", type=cli.positive, metavar="MEAN", help=f"{meaning}, for the hours; default: the most")
-    parser.add_argument("--compile", metavar="TOPOLOGY", help="TPU topology to compile for, as in v5e:2x4 or v5p:2x2x2")
+    parser.add_argument("--compile", metavar="DEVICES", help="to compile for: a TPU topology, as v5e:2x4, or GPUs, as h100:2")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -62,7 +60,10 @@ def run(args: argparse.Namespace) -> list[dict]:
     if args.compile and any(role.has_weights for role in config.roles.values()):
         raise ConfigError(f"--compile {args.compile}: compiles for one policy; leave out roles.*.policy and lora_rank")
     try:
-        mesh, chip = _tpu_mesh(args.compile, config.mesh) if args.compile else (abstract_mesh(config.mesh), args.chip)
+        if args.compile:
+            mesh, chip, options = target_of(args.compile, config.mesh)
+        else:
+            mesh, chip, options = abstract_mesh(config.mesh), args.chip, {}
         workload, phases = memory.workload_of(config, mesh), memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     rows.append(size("peak on each device, planned", largest, share(largest)))
     if args.compile:
         for name, lower, beside in Programs(config, mesh, workload, sum(phases["always"].values())):
-            compiled = lower().compile()
+            compiled = lower().compile(compiler_options=options)
             # The program's own inputs count as its arguments; everything else that lives at the same time is added.
             needed = limits.compiled_bytes(compiled) + beside
             largest = max(largest, needed)
@@ -93,22 +94,6 @@ def _hours(args: argparse.Namespace, config: Config, mesh, workload: memory.Work
     hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
     rows = [limits.row(f"an iteration at the limits of {chip}: {name}", seconds, "s") for name, seconds in parts.items()]
     return [*rows, limits.row(f"{config.iterations} iterations at {duration.REACHED:.0%} of these limits", hours, "h")]
-
-
-def _tpu_mesh(topology: str, spec: str):
-    """Returns (mesh over the devices of a TPU topology, the chip's name)."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    jax.config.update("jax_platforms", "cpu")
-    from jax.experimental import topologies
-
-    if topology.partition(":")[0] not in TOPOLOGIES:
-        raise ConfigError(f"--compile {topology}: expected one of {', '.join(TOPOLOGIES)} and its shape, as in v5e:2x4")
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except Exception as error:  # the plug-in is absent, or does not know the shape; its errors come from C++
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--compile {topology}: no TPU compiler for it (pip install 'hgpo_jax[tpu]'): {reason}") from None
-    return make_mesh(spec, devices), TOPOLOGIES[topology.partition(":")[0]]
 
 
 class Programs:
