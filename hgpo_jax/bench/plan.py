@@ -3,11 +3,12 @@
     python -m hgpo_jax.bench plan policy=Qwen/Qwen2.5-1.5B-Instruct --mesh fsdp=2 --chip h100-80g
     python -m hgpo_jax.bench plan --config alfworld_qwen2.5_1.5b --chip h100-80g --turns 20 --prompt 1000 --response 200
     python -m hgpo_jax.bench plan policy=Qwen/Qwen2.5-1.5B-Instruct --mesh fsdp=8 --compile v5e:2x4      needs .[tpu], no TPU
+    python -m hgpo_jax.bench plan --config alfworld_qwen2.5_1.5b --compile h100:2             needs .[gpu-compiler], no GPU
 
 Hours are arithmetic over the chip's data sheet (bench/duration.py), for half of its rates, which is what iterations reach on
 CPUs; environments and communication come on top.
 
-`--compile` hands sampling and update to the TPU compiler with abstract weights, and reports its own count of memory. ALFWorld
+`--compile` hands sampling and update to the compiler for TPUs or GPUs with abstract weights, and reports its own count of memory. ALFWorld
 with a language model is planned as it is sampled on the host, which takes no games; with env.compiled=true and data=FOLDER the
 whole rollout is compiled, games included.
 """
@@ -22,7 +23,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.bench import duration, limits
 from hgpo_jax.bench.targets import target_of
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError(f"--chip {args.chip}: --compile {args.compile} says for which; leave out one")
     if args.compile and any(role.has_weights for role in config.roles.values()):
         raise ConfigError(f"--compile {args.compile}: compiles for one policy; leave out roles.*.policy and lora_rank")
+    mesh: Mesh | AbstractMesh
     try:
         if args.compile:
             mesh, chip, options = target_of(args.compile, config.mesh)
@@ -72,17 +74,17 @@ def run(args: argparse.Namespace) -> list[dict]:
     size = lambda name, size, share=None: limits.row(name, size / memory.GiB, "GiB", share)  # noqa: E731
     share = lambda size: size / limit if limit else None  # noqa: E731
     rows = [size(f"{phase}: {name}", part) for phase, parts in phases.items() for name, part in parts.items() if part]
-    largest = memory.peak(phases)
-    rows.append(size("peak on each device, planned", largest, share(largest)))
+    planned = memory.peak(phases)
+    rows.append(size("peak on each device, planned", planned, share(planned)))
+    if limit:
+        memory.refuse_too_large(config, phases, planned, limit)
     if args.compile:
         for name, lower, beside in Programs(config, mesh, workload, sum(phases["always"].values())):
             compiled = lower().compile(compiler_options=options)
             # The program's own inputs count as its arguments; everything else that lives at the same time is added.
             needed = limits.compiled_bytes(compiled) + beside
-            largest = max(largest, needed)
             rows.append(size(f"{name}, compiled for {args.compile}", needed, share(needed)))
-    if limit:
-        memory.refuse_too_large(config, phases, largest, limit)
+            memory.refuse_too_large(config, phases, needed, memory.CHIPS[chip])
     return rows + (_hours(args, config, mesh, workload, chip) if chip else [])
 
 

@@ -70,7 +70,6 @@ def target_of(name: str, spec: str) -> Target:
         # Products by cuBLAS: Triton's tiles are chosen by trial on a card, and the default has failed for a whole update.
         chip, extra, options = GPUS[kind].chip, "gpu-compiler", {"xla_gpu_enable_triton_gemm": False}
         description = {"platform": "cuda", "topology": f"1x1x{size}", "target_config": _description(GPUS[kind])}
-        _do_without_a_card()
     else:
         kinds = f"{', '.join(TPUS)} and its shape, as in v5e:2x4, or {', '.join(GPUS)} and how many, as in h100:2"
         raise ConfigError(f"--compile {name}: expected one of {kinds}")
@@ -79,6 +78,8 @@ def target_of(name: str, spec: str) -> Target:
     except Exception as error:  # the plug-in is absent, or does not know the shape; its errors come from C++
         reason = " ".join(str(error).split())
         raise ConfigError(f"--compile {name}: no compiler for it (pip install 'hgpo_jax[{extra}]'): {reason}") from None
+    if kind in GPUS:
+        _do_without_a_card()
     return Target(make_mesh(spec, devices), chip, options)
 
 

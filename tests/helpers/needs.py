@@ -19,6 +19,7 @@ def _installed(*modules: str):
 NEEDS = {
     "chromium": lambda: shutil.which("chromium") is not None,
     "data": DATA.exists,
+    "gpu-compiler": _installed("jax_cuda12_plugin"),
     "libtpu": _installed("libtpu"),
     "notebooks": _installed("nbclient", "ipykernel", "ipywidgets"),
     "peft": _installed("peft"),
