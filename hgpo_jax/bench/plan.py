@@ -8,9 +8,9 @@
 Hours are arithmetic over the chip's data sheet (bench/duration.py), for half of its rates, which is what iterations reach on
 CPUs; environments and communication come on top.
 
-`--compile` hands sampling and update to the compiler for TPUs or GPUs with abstract weights, and reports its own count of memory. ALFWorld
-with a language model is planned as it is sampled on the host, which takes no games; with env.compiled=true and data=FOLDER the
-whole rollout is compiled, games included.
+`--compile` hands sampling and update to the compiler for TPUs or GPUs with abstract weights, and reports its own count of
+memory. ALFWorld with a language model is planned as it is sampled on the host, which takes no games; with env.compiled=true
+and data=FOLDER the whole rollout is compiled, games included.
 """
 
 from __future__ import annotations
