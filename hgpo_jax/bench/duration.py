@@ -22,6 +22,7 @@ from hgpo_jax.setup.memory import Workload
 RATES = {
     "a100-40g": Rates(312e12, 1.555e12),
     "a100-80g": Rates(312e12, 2.039e12),
+    "b200-180g": Rates(2250e12, 8e12),
     "h100-80g": Rates(989e12, 3.35e12),
     "h200-141g": Rates(989e12, 4.8e12),
     "l40s-48g": Rates(362e12, 0.864e12),
@@ -30,7 +31,7 @@ RATES = {
     "tpu-v5p": Rates(459e12, 2.765e12),
     "tpu-v6e": Rates(918e12, 1.64e12),
 }
-TF32 = ("a100", "h100", "h200", "l40s")  # multiply float32 as TensorFloat-32, at half of that rate; TPUs as bfloat16
+TF32 = ("a100", "b200", "h100", "h200", "l40s")  # multiply float32 as TensorFloat-32, at half of that rate; TPUs as bfloat16
 # The share of these rates that whole iterations reach: measured on CPUs (README.md), assumed for accelerators.
 REACHED = 0.5
 

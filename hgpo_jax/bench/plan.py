@@ -3,13 +3,14 @@
     python -m hgpo_jax.bench plan policy=Qwen/Qwen2.5-1.5B-Instruct --mesh fsdp=2 --chip h100-80g
     python -m hgpo_jax.bench plan --config alfworld_qwen2.5_1.5b --chip h100-80g --turns 20 --prompt 1000 --response 200
     python -m hgpo_jax.bench plan policy=Qwen/Qwen2.5-1.5B-Instruct --mesh fsdp=8 --compile v5e:2x4      needs .[tpu], no TPU
+    python -m hgpo_jax.bench plan --config alfworld_qwen2.5_1.5b --compile h100:2             needs .[gpu-compiler], no GPU
 
 Hours are arithmetic over the chip's data sheet (bench/duration.py), for half of its rates, which is what iterations reach on
 CPUs; environments and communication come on top.
 
-`--compile` hands sampling and update to the TPU compiler with abstract weights, and reports its own count of memory. ALFWorld
-with a language model is planned as it is sampled on the host, which takes no games; with env.compiled=true and data=FOLDER the
-whole rollout is compiled, games included.
+`--compile` hands sampling and update to the compiler for TPUs or GPUs with abstract weights, and reports its own count of
+memory. ALFWorld with a language model is planned as it is sampled on the host, which takes no games; with env.compiled=true
+and data=FOLDER the whole rollout is compiled, games included.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.bench import duration, limits
+from hgpo_jax.bench.targets import target_of
 from hgpo_jax.bench.update import learner_step, random_batch
 from hgpo_jax.config import Config, cli
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.methods import method_named
 from hgpo_jax.policy import network, shapes, shardings
-from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
@@ -43,15 +44,13 @@ from hgpo_jax.sampling.slots import NewPrompts
 from hgpo_jax.setup import memory
 from hgpo_jax.utils.errors import ConfigError
 
-TOPOLOGIES = {"v4": "tpu-v4", "v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli.add_config_arguments(parser)
     parser.add_argument("--chip", choices=sorted(memory.CHIPS), help="device whose memory the plan must fit")
     for name, meaning in (("turns", "of an episode"), ("prompt", "tokens of a prompt"), ("response", "tokens of a response")):
         parser.add_argument(f"--{name}", type=cli.positive, metavar="MEAN", help=f"{meaning}, for the hours; default: the most")
-    parser.add_argument("--compile", metavar="TOPOLOGY", help="TPU topology to compile for, as in v5e:2x4 or v5p:2x2x2")
+    parser.add_argument("--compile", metavar="DEVICES", help="to compile for: a TPU topology, as v5e:2x4, or GPUs, as h100:2")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
@@ -61,8 +60,12 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError(f"--chip {args.chip}: --compile {args.compile} says for which; leave out one")
     if args.compile and any(role.has_weights for role in config.roles.values()):
         raise ConfigError(f"--compile {args.compile}: compiles for one policy; leave out roles.*.policy and lora_rank")
+    mesh: Mesh | AbstractMesh
     try:
-        mesh, chip = _tpu_mesh(args.compile, config.mesh) if args.compile else (abstract_mesh(config.mesh), args.chip)
+        if args.compile:
+            mesh, chip, options = target_of(args.compile, config.mesh)
+        else:
+            mesh, chip, options = abstract_mesh(config.mesh), args.chip, {}
         workload, phases = memory.workload_of(config, mesh), memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
@@ -71,17 +74,17 @@ def run(args: argparse.Namespace) -> list[dict]:
     size = lambda name, size, share=None: limits.row(name, size / memory.GiB, "GiB", share)  # noqa: E731
     share = lambda size: size / limit if limit else None  # noqa: E731
     rows = [size(f"{phase}: {name}", part) for phase, parts in phases.items() for name, part in parts.items() if part]
-    largest = memory.peak(phases)
-    rows.append(size("peak on each device, planned", largest, share(largest)))
+    planned = memory.peak(phases)
+    rows.append(size("peak on each device, planned", planned, share(planned)))
+    if limit:
+        memory.refuse_too_large(config, phases, planned, limit)
     if args.compile:
         for name, lower, beside in Programs(config, mesh, workload, sum(phases["always"].values())):
-            compiled = lower().compile()
+            compiled = lower().compile(compiler_options=options)
             # The program's own inputs count as its arguments; everything else that lives at the same time is added.
             needed = limits.compiled_bytes(compiled) + beside
-            largest = max(largest, needed)
             rows.append(size(f"{name}, compiled for {args.compile}", needed, share(needed)))
-    if limit:
-        memory.refuse_too_large(config, phases, largest, limit)
+            memory.refuse_too_large(config, phases, needed, memory.CHIPS[chip])
     return rows + (_hours(args, config, mesh, workload, chip) if chip else [])
 
 
@@ -93,22 +96,6 @@ def _hours(args: argparse.Namespace, config: Config, mesh, workload: memory.Work
     hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
     rows = [limits.row(f"an iteration at the limits of {chip}: {name}", seconds, "s") for name, seconds in parts.items()]
     return [*rows, limits.row(f"{config.iterations} iterations at {duration.REACHED:.0%} of these limits", hours, "h")]
-
-
-def _tpu_mesh(topology: str, spec: str):
-    """Returns (mesh over the devices of a TPU topology, the chip's name)."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    jax.config.update("jax_platforms", "cpu")
-    from jax.experimental import topologies
-
-    if topology.partition(":")[0] not in TOPOLOGIES:
-        raise ConfigError(f"--compile {topology}: expected one of {', '.join(TOPOLOGIES)} and its shape, as in v5e:2x4")
-    try:
-        devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    except Exception as error:  # the plug-in is absent, or does not know the shape; its errors come from C++
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"--compile {topology}: no TPU compiler for it (pip install 'hgpo_jax[tpu]'): {reason}") from None
-    return make_mesh(spec, devices), TOPOLOGIES[topology.partition(":")[0]]
 
 
 class Programs:

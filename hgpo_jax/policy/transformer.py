@@ -195,8 +195,12 @@ class Qwen2(nnx.Module):
     def logits(self, hidden):
         """Maps hidden [..., D] to logits f32[..., V], split over the vocabulary alone, as the weights are."""
         hidden = constrain(hidden, *(None,) * hidden.ndim)
-        x = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
-        return constrain(x.astype(jnp.float32), *(None,) * (x.ndim - 1), "vocab")
+        if self.lm_head is None:
+            # Flax's `attend` would first widen the whole table to the type that it was made with.
+            x = jnp.dot(hidden, self.embed_tokens.embedding[...].T, preferred_element_type=jnp.float32)
+        else:
+            x = self.lm_head(hidden).astype(jnp.float32)
+        return constrain(x, *(None,) * (x.ndim - 1), "vocab")
 
     def _stack(self, x, rope, segment_start=None, remat="none", return_kv=False):
         """Runs all blocks but the last; with `return_kv`, also returns their keys and values, [layers - 1, B, S, G, E]."""

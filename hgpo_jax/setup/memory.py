@@ -35,6 +35,7 @@ GiB = 2**30
 CHIPS = {
     "a100-40g": 40 * GiB,
     "a100-80g": 80 * GiB,
+    "b200-180g": 180 * GiB,
     "h100-80g": 80 * GiB,
     "h200-141g": 141 * GiB,
     "l40s-48g": 48 * GiB,
@@ -76,7 +77,7 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     always["episodes"] = workload.steps * (workload.prompt + 2 * workload.response + 8) * 4
     return {
         "always": always,
-        "sampling": _sampling(sizes, workload),
+        "sampling": _sampling(sizes, workload, lockstep=backend(config) == "compiled"),
         "update": update | _update(config, sizes, workload),
     }
 
@@ -176,23 +177,29 @@ def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
     return state
 
 
-def _sampling(sizes: _Sizes, workload: Workload) -> dict[str, int]:
-    """Counts the bytes that a sampler holds for the rows of one decode batch."""
+def _sampling(sizes: _Sizes, workload: Workload, lockstep: bool) -> dict[str, int]:
+    """Counts the bytes that a sampler holds for the rows of one decode batch.
+
+    lockstep: it samples one batch after another; otherwise it keeps slots, which new prompts fill.
+    """
     model, compute, P = workload.model, sizes.compute_bytes, workload.prompt
     D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
     rows = -(-workload.decode_batch // sizes.fsdp)
     tokens = rows * P
     token_kv = 2 * sizes.kv_heads * E * compute
+    cache = rows * (P + workload.response) * layers * token_kv
     scores = min(tokens * H * query_block_size(P) * sizes.fsdp, max(MAX_SCORES, H * tokens * sizes.fsdp))
-    prefill = tokens * 2 * D * compute + max(2 * 4 * scores / sizes.fsdp / sizes.tensor, tokens * sizes.feed_forward * compute)
+    feed_forward = 3 * tokens * sizes.feed_forward * compute  # the gate, the values and their product
+    prefill = tokens * 2 * D * compute + max(2 * 4 * scores / sizes.fsdp / sizes.tensor, feed_forward)
     tables = model.vocab_size * D * (1 if model.tie_word_embeddings else 2)
     blocks = 1 - tables / sum(a.size for a in jax.tree.leaves(shapes(model)))
     return {
         "compute copy": sizes.compute_copy,
         "weights by layer": int(sizes.policy * compute * blocks),
-        "key-value cache": int(rows * (P + workload.response) * layers * token_kv),
+        "key-value cache": int(cache),
         "prompts' keys and values": int(tokens * (layers - 1) * token_kv),
-        "activations": int(prefill),
+        # The cache of a batch is made when the activations of its prompts are gone.
+        "activations": int(max(prefill - cache, 0) if lockstep else prefill),
         "logits": int(3 * 4 * rows * sizes.vocabulary),
         "gathered weights": int(sizes.gathered_layer),
     }

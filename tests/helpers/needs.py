@@ -21,6 +21,7 @@ NEEDS = {
     "anthropic": _installed("anthropic"),
     "chromium": lambda: shutil.which("chromium") is not None,
     "data": DATA.exists,
+    "gpu-compiler": _installed("jax_cuda12_plugin"),
     "libtpu": _installed("libtpu"),
     "notebooks": _installed("nbclient", "ipykernel", "ipywidgets"),
     "peft": _installed("peft"),

@@ -106,6 +106,16 @@ def test_a_product_has_the_gradients_of_a_product(dtype):
         np.testing.assert_allclose(np.asarray(ours, np.float32), theirs, atol=close)
 
 
+def test_predictions_do_not_widen_the_table(params):
+    """Decoding would write and read all of it in float32 for each token."""
+    half = jax.tree.map(lambda a: a.astype("bfloat16"), params)
+    hidden = jnp.ones((1, TINY.hidden_size), "bfloat16")
+    program = str(jax.make_jaxpr(lambda params: nnx.merge(network(TINY), params).logits(hidden))(half))
+    rows, width = TINY.vocab_size, TINY.hidden_size
+    assert f"bf16[{width},{rows}]" in program and f"f32[1,{rows}]" in program
+    assert f"f32[{rows},{width}]" not in program
+
+
 @pytest.fixture(scope="module")
 def params():
     return initialize(TINY, 0, make_mesh("data=1", jax.devices()[:1]))

@@ -1,0 +1,82 @@
+"""A program of a configuration, compiled in a process of its own for devices that are not there, and what is in it."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.helpers.needs import DATA
+
+ROOT = Path(__file__).parents[2]
+GAMES = ROOT / "tests" / "alfworld" / "data"
+# Caches whose last or second last dimension in memory is the heads, which are few: tiles of a TPU pad them.
+HEADS_LAST = re.compile(r"bf16\[(?:\d+,){3}\d+\]\{(?:\d,)?1,")
+
+
+def compiled(config: str, devices: str, mesh: str, program: str, layers: int) -> dict:
+    """`look` at a program of `bench plan`, with so many layers, its bytes on each device, and those planned for its phase."""
+    command = [sys.executable, "-m", "tests.helpers.for_devices", config, devices, mesh, program, str(layers)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=1800)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def look(text: str, layers: int, vocabulary: int, parts: int, width: int, tokens: int) -> dict:
+    """What must not be in a compiled program: gathers of all layers' weights, an array of all tokens by the vocabulary, a table
+    in float32; and the kernels that must."""
+    gathered, held, widened = set(), set(), set()
+    for shape in re.findall(r"= (.*?) all-gather(?:-start)?\(", text):
+        for sizes in re.findall(r"\w+\[([\d,]+)\]", shape):
+            dims = [int(n) for n in sizes.split(",")]
+            if dims[0] in (layers, layers - 1) and math.prod(dims) >= layers * width * width // 8:
+                gathered.add(sizes)
+    for dtype, sizes in re.findall(r"(f32|bf16)\[([\d,]+)\]", text):
+        dims = [int(n) for n in sizes.split(",")]
+        of = next((n for n in dims if n in (vocabulary, vocabulary // parts)), None)
+        if of and not {width, width // parts} & set(dims) and math.prod(dims) // of >= tokens:
+            held.add(sizes)
+        if of and width in dims and dtype == "f32":
+            widened.add(sizes)
+    loops = re.findall(r"= \((.*?)\) while\(", text)
+    return {
+        "stacks gathered": sorted(gathered), "vocabularies held": sorted(held), "tables widened": sorted(widened),
+        "splash": text.count("tpu_custom_call"),
+        "cudnn": len(re.findall(r'custom_call_target="__cudnn\$fmha', text)),
+        "calls of the host": re.findall(r"callback|infeed|outfeed|send\(|recv\(", text),
+        "padded": sorted({shape for carried in loops for shape in HEADS_LAST.findall(carried)}),
+    }  # fmt: skip
+
+
+def main(name: str, devices: str, spec: str, program: str, layers: str) -> None:
+    from hgpo_jax import config
+    from hgpo_jax.bench import limits, plan
+    from hgpo_jax.bench.targets import target_of
+    from hgpo_jax.setup import memory
+
+    played = [f"data={GAMES}", "env.split=valid_train", "env.compiled=true", f"policy.tokenizer={DATA / 'qwen2.5'}"]
+    fields = played if program == "rollout" else []
+    settings = config.load(name, [f"mesh={spec}", *fields])
+    mesh, _, options = target_of(devices, spec)
+    workload = memory.workload_of(settings, mesh)
+    model = dataclasses.replace(workload.model, num_hidden_layers=int(layers))
+    workload = dataclasses.replace(workload, model=model)
+    phases = memory.bytes_by_phase(settings, mesh, workload)
+    always = sum(phases["always"].values())
+    lower, beside = {name: rest for name, *rest in plan.Programs(settings, mesh, workload, always)}[program]
+    done = lower().compile(compiler_options=options)
+    rows = max(settings.learner.microbatch_size, mesh.shape["fsdp"])
+    found = look(
+        done.as_text(), model.num_hidden_layers, model.vocab_size, mesh.shape["fsdp"] * mesh.shape["tensor"],
+        model.hidden_size, rows * workload.response,
+    )  # fmt: skip
+    planned = always + sum(phases["update" if program == "update" else "sampling"].values())
+    print(json.dumps({"bytes": limits.compiled_bytes(done) + beside, "planned": planned} | found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
