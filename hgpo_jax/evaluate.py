@@ -49,6 +49,7 @@ from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import Heartbeat, current
+from hgpo_jax.utils.progress import say
 
 
 def split_of(config: Config, split: str | None) -> tuple[str, list[str]]:
@@ -213,10 +214,10 @@ def main() -> None:
         write(file, result if in_run else about | {"hgpo_jax": version("hgpo_jax")} | result, episodes)
         if in_run:
             plot_curves(source.folder)  # the curves include the evaluation
-        print(text)
+        say(text)  # not print: the Heartbeat would add a line after it
         remote.send(target)
         if not in_run:
-            print(file)
+            say(str(file))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from hgpo_jax.policy.source import find
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import Heartbeat
+from hgpo_jax.utils.progress import say
 
 UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -95,7 +96,7 @@ def main() -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     size = sum(file.stat().st_size for file in Path(args.to).glob("*.safetensors"))
-    print(f"{args.to}: {size / 1e6:,.1f} MB of weights")
+    say(f"{args.to}: {size / 1e6:,.1f} MB of weights")
 
 
 if __name__ == "__main__":
