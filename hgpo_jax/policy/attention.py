@@ -6,6 +6,7 @@ Shape suffixes: the dimension letters of `hgpo_jax`, and r = H / G query heads t
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -55,18 +56,29 @@ def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, *, max_scores: int =
     return out.reshape(B, chunks * width, *out.shape[3:])[:, :Q]
 
 
-def decode_attention(q_BHE, cache: KVCache, position_B):
+def decode_attention(q_BHE, cache: KVCache, position_B, needed):
     """Computes attention from one query per row, at `position`, to the slots of a cache not after it: [B, H, E].
 
-    Keys and values have the layout that the products read fastest: the slots, which are many, come last in scores and keys.
+    Reads as many parts of the cache as hold the first `needed` slots, i32[]: what decoding reads decides how long it takes. A
+    row with a position beyond, whose result nobody needs, gets an arbitrary one. Keys and values have the layout that the
+    products read fastest: the slots, which are many, come last in scores and keys.
     """
     B, H, E = q_BHE.shape
-    k_BGEC, v_BGCE = cache.keys.astype(q_BHE.dtype), cache.values.astype(q_BHE.dtype)
-    G, _, C = k_BGEC.shape[1:]
-    scores_BGrC = jnp.matmul(q_BHE.reshape(B, G, H // G, E), k_BGEC, preferred_element_type=jnp.float32) * E**-0.5
-    visible_B11C = (jnp.arange(C) <= position_B[:, None])[:, None, None]
-    weights_BGrC = jax.nn.softmax(jnp.where(visible_B11C, scores_BGrC, -jnp.inf))
-    return jnp.matmul(weights_BGrC.astype(v_BGCE.dtype), v_BGCE).reshape(B, H, E)
+    G = cache.keys[0].shape[1]
+
+    def attend_to_parts(count, q_BHE, cache, position_B):
+        keys, values = ([part.astype(q_BHE.dtype) for part in parts[:count]] for parts in (cache.keys, cache.values))
+        ends = cache.ends[:count]
+        q_BGrE = q_BHE.reshape(B, G, H // G, E)
+        scores_BGrC = jnp.concatenate([jnp.matmul(q_BGrE, k, preferred_element_type=jnp.float32) for k in keys], -1) * E**-0.5
+        visible_B11C = (jnp.arange(ends[-1]) <= position_B[:, None])[:, None, None]
+        weights_BGrC = jax.nn.softmax(jnp.where(visible_B11C, scores_BGrC, -jnp.inf)).astype(q_BHE.dtype)
+        weights = jnp.split(weights_BGrC, ends[:-1], -1)
+        outs = [jnp.matmul(w, v, preferred_element_type=jnp.float32) for w, v in zip(weights, values, strict=True)]
+        return functools.reduce(jnp.add, outs).astype(q_BHE.dtype).reshape(B, H, E)
+
+    reads = [functools.partial(attend_to_parts, count) for count in range(1, len(cache.ends) + 1)]
+    return jax.lax.switch(jnp.searchsorted(jnp.array(cache.ends), needed), reads, q_BHE, cache, position_B)
 
 
 def attend_all(q_BSHE, k_BSGE, v_BSGE, start_BS=None):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -23,30 +26,61 @@ def manual_axes() -> set[str]:
     return {*auto_axes("batch"), *auto_axes("kv_heads")}
 
 
-class KVCache(struct.PyTreeNode):
-    """Keys and values of B rows in C slots, in the weights' type; a model's cache is one of these for each layer."""
+PART = 128  # slots; the lanes of a TPU's vector registers
+SHORTEST_PART = 256  # slots
+WORTH_A_BRANCH = 2**26  # bytes; about what a GPU reads while the host learns which branch to take
 
-    keys: jax.Array  # [B, G, E, C]
-    values: jax.Array  # [B, G, C, E]
+
+class KVCache(struct.PyTreeNode):
+    """Keys and values of B rows in C slots, in the weights' type; a model's cache is one of these for each layer.
+
+    The slots come in parts, one after the other, so that a step of decoding reads no more of them than it needs: a slice of a
+    single array would be copied first.
+    """
+
+    keys: tuple[jax.Array, ...]  # [B, G, E, c] each
+    values: tuple[jax.Array, ...]  # [B, G, c, E] each
 
     @classmethod
     def of(cls, keys, values) -> KVCache:
-        """Makes a cache from a prompt's keys and values, [B, S, G, E] each, with as many slots."""
-        return cls(keys.transpose(0, 2, 3, 1), values.transpose(0, 2, 1, 3))
+        """Makes a cache of one part from a prompt's keys and values, [B, S, G, E] each, with as many slots."""
+        return cls((keys.transpose(0, 2, 3, 1),), (values.transpose(0, 2, 1, 3),))
+
+    @property
+    def ends(self) -> list[int]:
+        """The slots up to the end of each part."""
+        return list(itertools.accumulate(part.shape[SLOTS["values"]] for part in self.values))
 
     def map(self, call, *others: KVCache) -> KVCache:
-        """Makes a cache from `call(array, slots, *the same array of others)` for keys and values.
+        """Makes a cache from `call(part, slots, begin, *the whole array of others)` for the parts of keys and values.
 
-        slots: the dimension that holds the slots.
+        slots: the dimension that holds the slots. begin: the number of the part's first slot.
         """
-        of = {
-            name: call(getattr(self, name), slots, *(getattr(other, name) for other in others)) for name, slots in SLOTS.items()
-        }
-        return KVCache(**of)
+        begins = [0, *self.ends[:-1]]
+
+        def parts(name: str) -> tuple:
+            slots, wholes = SLOTS[name], [other.whole(name) for other in others]
+            return tuple(call(part, slots, begin, *wholes) for part, begin in zip(getattr(self, name), begins, strict=True))
+
+        return KVCache(parts("keys"), parts("values"))
+
+    def whole(self, name: str) -> jax.Array:
+        """Returns all slots of the `keys` or `values` as one array."""
+        parts = getattr(self, name)
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts, SLOTS[name])
 
     def lengthen(self, more: int) -> KVCache:
         """Returns the cache with `more` further empty slots."""
-        return self.map(lambda a, slots: jnp.pad(a, [(0, more if axis == slots else 0) for axis in range(a.ndim)]))
+        if not more:
+            return self
+        total = self.ends[-1] + more
+
+        def split(name: str) -> tuple:
+            whole, slots = self.whole(name), SLOTS[name]
+            whole = jnp.pad(whole, [(0, more if axis == slots else 0) for axis in range(whole.ndim)])
+            return tuple(jnp.split(whole, _ends(total, _bytes_on_a_device(whole))[:-1], slots))
+
+        return KVCache(split("keys"), split("values"))
 
     def partition(self) -> KVCache:
         """Returns the PartitionSpecs of all arrays on the mesh in context."""
@@ -60,8 +94,11 @@ class KVCache(struct.PyTreeNode):
             # Row by row and head by head: otherwise the few heads would come last in the TPU compiler's layout, padded.
             rows, heads = jnp.arange(key.shape[0])[:, None], jnp.arange(key.shape[1])
 
-            def put(a, slots, new):
-                return a.at[(rows, heads, *(slice(None),) * (slots - 2), position[:, None])].set(jnp.squeeze(new, slots))
+            def put(part, slots, begin, new):
+                # A negative index would count from the end.
+                at = jnp.where(position < begin, part.shape[slots], position - begin)
+                index = (rows, heads, *(slice(None),) * (slots - 2), at[:, None])
+                return part.at[index].set(jnp.squeeze(new, slots), mode="drop")
 
             return cache.map(put, token)
 
@@ -78,16 +115,38 @@ class KVCache(struct.PyTreeNode):
 
         A row outside the cache is not written.
         """
-        W = prompts.values.shape[2]
 
-        def put(a, slots, new):
-            return a.at[(row, *(slice(None),) * (slots - 1), slice(W))].set(new[source], mode="drop")
+        def put(part, slots, begin, new):
+            width = min(part.shape[slots], new.shape[slots] - begin)
+            if width <= 0:
+                return part
+            new = jax.lax.slice_in_dim(new, begin, begin + width, axis=slots)
+            return part.at[(row, *(slice(None),) * (slots - 1), slice(width))].set(new[source], mode="drop")
 
         return self.map(put, prompts)
 
     def take(self, rows) -> KVCache:
         """Selects rows i32[n] of the cache among those that a device has."""
         return jax.tree.map(lambda a: a[rows], self)
+
+
+def _bytes_on_a_device(whole: jax.Array) -> int:
+    """Returns the bytes of keys and values together, where `whole` is one of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    split = jax.tree.leaves(tuple(partition_in_context(AXES, whole.shape)))
+    return 2 * whole.nbytes // math.prod(mesh.shape[axis] for axis in split)
+
+
+def _ends(slots: int, size: int) -> list[int]:
+    """Lists where the parts of a cache with so many slots end: at an eighth, a quarter, a half, and the end.
+
+    size: its bytes on a device. A part after the first begins at a multiple of PART.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None and device.platform == "gpu" and size < WORTH_A_BRANCH:
+        return [slots]
+    ends = (-(-slots // (PART * share)) * PART for share in (8, 4, 2))
+    return sorted({slots, *(end for end in ends if SHORTEST_PART <= end < slots)})
 
 
 def on_each_device(call, *args):

@@ -25,7 +25,7 @@ from flax import nnx
 
 from hgpo_jax.policy.attention import attend, attend_all, decode_attention
 from hgpo_jax.policy.kv_cache import KVCache
-from hgpo_jax.policy.mesh import constrain
+from hgpo_jax.policy.mesh import constrain, max_across_devices
 from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.rope import apply_rope, rope_tables
 from hgpo_jax.policy.vocabulary import embedding_lookup
@@ -143,13 +143,16 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = MLP(c, rngs)
 
-    def __call__(self, x, rope, cache: KVCache | None = None, position=None, predict_slots=None, segment_start=None):
+    def __call__(
+        self, x, rope, cache: KVCache | None = None, position=None, needed=None, predict_slots=None, segment_start=None
+    ):
         """Maps x [B, S, D] with the `rope_tables` of its positions to (y [B, S, D], (keys, values) [B, S, G, E] each).
 
         predict_slots: i32[B, Q]; computes y only there, [B, Q, D].
         segment_start: i32[B, S], the slot where each slot's segment begins, 0 if None.
         cache: x is then one token per row, whose key and value are first written into it at slot `position` i32[B]; the cache
           is returned in place of keys and values.
+        needed: i32[], the slots of the cache to read at least.
         """
         y = self.input_layernorm(x)
         kv = keys, values = self.self_attn.keys_values(y, rope)
@@ -162,7 +165,7 @@ class Block(nnx.Module):
         q = self.self_attn.queries(y, rope)
         if cache is not None:
             kv = cache.write(keys[:, 0], values[:, 0], position)
-            y = decode_attention(q[:, 0], kv, position)[:, None]
+            y = decode_attention(q[:, 0], kv, position, needed)[:, None]
         elif predict_slots is None:
             y = attend_all(q, keys, values, segment_start)
         else:
@@ -266,11 +269,15 @@ class Qwen2(nnx.Module):
                     module.transpose()
         return blocks
 
-    def decode(self, token, position, cache, blocks):
-        """Decodes one token i32[B] at slot `position` i32[B] of each row with the `decode_blocks()`: (hidden [B, D], cache)."""
+    def decode(self, token, position, cache, blocks, live=None):
+        """Decodes one token i32[B] at slot `position` i32[B] of each row with the `decode_blocks()`: (hidden [B, D], cache).
+
+        live: bool[B], the rows whose result counts; None: all. The cache is read only as far as they need.
+        """
+        needed = max_across_devices((position + 1 if live is None else jnp.where(live, position + 1, 0)).max())
         x, rope = constrain(self._embed(token[:, None]), None, None, "embed"), rope_tables(position[:, None], self.c)
         new_cache = []
         for block, layer in zip(blocks, cache, strict=True):
-            x, layer = block(x, rope, cache=layer, position=position)
+            x, layer = block(x, rope, cache=layer, position=position, needed=needed)
             new_cache.append(layer)
         return self.norm(x)[:, 0], new_cache

@@ -220,7 +220,7 @@ def generate(
 
     def step(carry):
         i, state, out, _ = carry
-        hidden, cache = model.decode(state.token, state.prompt_length + i - 1, state.cache, blocks)
+        hidden, cache = model.decode(state.token, state.prompt_length + i - 1, state.cache, blocks, ~state.ended)
         token, logp = sample(hidden, state.key, i)
         token, logp = jnp.where(state.ended, 0, token), jnp.where(state.ended, 0.0, logp)
         out = Responses(

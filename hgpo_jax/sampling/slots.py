@@ -122,7 +122,7 @@ def decode_slots(model, blocks, state: SlotState, limits, pace: Pace, end_tokens
     def step(carry):
         i, state, out, _ = carry
         # A slot that has ended writes past its response.
-        hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks)
+        hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks, ~state.ended)
         token, logp = sample_next(model, hidden, state.key, state.sampled, end_tokens=end_tokens, decoding=decoding)
         live = ~state.ended
         out = out.replace(tokens=out.tokens.at[:, i].set(token), logp=out.logp.at[:, i].set(logp), counts=out.counts + live)

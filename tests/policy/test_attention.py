@@ -43,8 +43,22 @@ def test_equals_one_query_at_a_time(arrays, limit):
 
 def test_one_query_a_row_to_a_cache(arrays):
     q, k, v, positions = arrays
-    out = decode_attention(q[:, 0], KVCache.of(k, v), positions[:, 0])
+    out = decode_attention(q[:, 0], KVCache.of(k, v), positions[:, 0], positions[:, 0].max() + 1)
     np.testing.assert_allclose(out, plain(*arrays)[:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("needed, read", [(1, 256), (256, 256), (257, 512), (512, 512), (513, 1000), (1000, 1000)])
+def test_a_cache_is_read_only_as_far_as_needed(needed, read):
+    keys = jax.random.split(jax.random.key(1), 3)
+    q, k, v = (jax.random.normal(key, (3, n, heads, E)) for key, n, heads in zip(keys, (1, 1000, 1000), (H, G, G), strict=True))
+    positions = jnp.array([needed - 1, needed // 2, 0])
+    # A NaN that is read reaches the result, masked or not.
+    beyond = jnp.arange(1000)[:, None, None] >= read
+    k_read, v_read = (jnp.where(beyond, jnp.nan, a) for a in (k, v))
+    rows, room = jnp.arange(3), KVCache.of(k[:, :1], v[:, :1]).lengthen(999)
+    cache = room.insert(KVCache.of(k_read, v_read), rows, rows)
+    out = jax.jit(decode_attention)(q[:, 0], cache, positions, needed)
+    np.testing.assert_allclose(out, plain(q, k, v, positions[:, None])[:, 0], atol=1e-5)
 
 
 def test_all_slots_in_blocks(arrays):
