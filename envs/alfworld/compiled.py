@@ -25,7 +25,7 @@ import numpy as np
 from flax import struct
 
 from hgpo_jax.envs.alfworld import bits
-from hgpo_jax.envs.alfworld.commands import Layout, admissible
+from hgpo_jax.envs.alfworld.compiled_commands import Layout, admissible
 from hgpo_jax.envs.alfworld.compiled_observations import Deed, tell
 from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
 from hgpo_jax.envs.alfworld.game import WON_REWARD

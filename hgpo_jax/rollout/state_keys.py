@@ -3,6 +3,9 @@
     env.state_key=./my_file.py:key     key(observation) -> a value that equal states share: text, number, dict, array, ...
     advantage.similarity=0.95          observations of a prompt group that are this similar (`advantages/similarity.py`)
 
+Elsewhere states are equal if their observations are: on the host `EpisodeBuffer` numbers equal texts, in the compiled program
+`advantages.grouping.state_ids` numbers equal rows.
+
 An observation with a step counter or a clock occurs only once; without a peer group-based methods learn nothing from it.
 """
 

@@ -1,4 +1,8 @@
-"""Cross-field validation of a configuration, after its names have been resolved."""
+"""Cross-field validation of a configuration, after its names have been resolved.
+
+What needs devices or sizes is refused later: a mesh by `job.job_mesh` and `policy.mesh.partition`, memory by
+`memory.refuse_too_large`.
+"""
 
 from __future__ import annotations
 

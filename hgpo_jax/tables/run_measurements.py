@@ -18,7 +18,7 @@ from hgpo_jax.analysis.dumps import read_config
 from hgpo_jax.config import Section
 from hgpo_jax.rollout.environments import backend
 from hgpo_jax.setup.job import Job, build
-from hgpo_jax.tables.markdown import table
+from hgpo_jax.tables.markdown_table import table
 from hgpo_jax.tables.plan import Plan, cells
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.loop import starting_params

@@ -15,8 +15,8 @@ from hgpo_jax import config as configuration
 from hgpo_jax.tables import __main__ as tables
 from hgpo_jax.tables import advantage_errors, compare, figures, records, results
 from hgpo_jax.tables import plan as planning
-from hgpo_jax.tables.collect import table_csv
 from hgpo_jax.tables.compare import Row
+from hgpo_jax.tables.documents import table_csv
 from hgpo_jax.tables.plan import Cell
 from hgpo_jax.utils.errors import ConfigError
 

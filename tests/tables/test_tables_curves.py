@@ -9,7 +9,7 @@ from scipy import stats
 from small_plan import PLANS
 
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import collect, compare, records
+from hgpo_jax.tables import compare, documents, records
 from hgpo_jax.tables import figures as curves
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
@@ -40,7 +40,7 @@ def test_the_record_holds_what_the_pictures_need(household):
     again = {(r.table, r.setting, r.method, r.column): r.versus for r in made if r.versus}
     assert kept.keys() == again.keys()
     said = (PLANS / "results" / "household.md").read_text()
-    assert "\n".join(collect.power(household[0], made)) in said
+    assert "\n".join(documents.power(household[0], made)) in said
     for key, versus in again.items():
         assert versus.mean == pytest.approx(kept[key]["mean"], abs=2e-3)  # cells are kept in three digits
         assert list(versus.interval) == pytest.approx(kept[key]["interval"], abs=2e-2)
