@@ -28,6 +28,7 @@ from hgpo_jax.rollout.alfworld_games import alfworld, alfworld_games, alfworld_t
 from hgpo_jax.rollout.requirements import ONE_ROLE, check_compiled, check_text, roles_of
 from hgpo_jax.utils.errors import ConfigError
 
+CONVERSATION = "conversation"  # the template whose prompts are the whole chat so far
 Makers = tuple[Callable[[], Any], Callable[[], Any]]  # makers of a text environment for training, and of one for the evaluation
 
 # Where episodes are played. `compiled`: in one program with the policy, whose tokens are the environment's own words;
@@ -179,6 +180,11 @@ def backend(config: Config) -> Backend:
     if config.env.compiled is None:
         return "compiled_text" if config.policy.source and not config.env.workers else "host"
     return "compiled_text" if config.env.compiled else "host"
+
+
+def converses(config: Config) -> bool:
+    """Whether prompts may begin with earlier turns, word for word: an agent's, and those of the template `conversation`."""
+    return environment(config.env).agent or config.env.template == CONVERSATION
 
 
 def _reads_text(source: str) -> bool:
