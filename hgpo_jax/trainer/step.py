@@ -292,7 +292,8 @@ def _shuffle(key, happened, chain):
     most one chain in two.
     """
     place = jax.random.uniform(key, happened.shape)
-    place = place if chain is None else place[chain]
+    if chain is not None:
+        place = place[chain]
     return jnp.argsort(place + 2.0 * ~happened), happened.sum()
 
 
