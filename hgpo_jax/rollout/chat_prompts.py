@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import re
 import string
@@ -196,13 +197,15 @@ class ChatFormat:
 
     def _build_chat(self, prompt_input: PromptInput) -> Prompt:
         """Builds the chat so far."""
-        turns, limit = len(prompt_input.chat), self.prompt_limit
-        for dropped in range(turns + 1):
-            if ids := self._chat(prompt_input._replace(chat=prompt_input.chat[dropped:]), limit):
-                return Prompt(ids, dropped)
-            limit = self.prompt_limit if dropped + 1 == turns else self.prompt_limit // 2
+        turns, half = prompt_input.chat, self.prompt_limit // 2
+        if ids := self._chat(prompt_input, self.prompt_limit):
+            return Prompt(ids)
+        fits = lambda dropped: bool(self._chat(prompt_input._replace(chat=turns[dropped:]), half))  # noqa: E731
+        dropped = bisect.bisect_left(range(len(turns)), True, min(1, len(turns)), key=fits)
+        if dropped < len(turns):
+            return Prompt(self._chat(prompt_input._replace(chat=turns[dropped:]), half), dropped)
         (prompt,) = self._build_messages([prompt_input._replace(history=[])])
-        return prompt._replace(pairs_dropped=turns)
+        return prompt._replace(pairs_dropped=dropped)
 
     def _chat(self, prompt_input: PromptInput, limit: int) -> list[int]:
         """Encodes a chat, with the sampled ids of earlier answers; [] if it has more tokens than the limit.
