@@ -211,10 +211,11 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
     # The vocabulary is not gathered: every device looks up the whole group's tokens in its part.
     looked_up = model.hidden_size * sizes.compute_bytes * (sizes.fsdp * sizes.tensor > 1)
     tokens = rows * sizes.fsdp * (workload.prompt + workload.response)
-    # Float32 logits, with their exponentials and gradient.
-    shape = conversation_shape if converses(config) else sequence_shape
+    # Float32 logits, with their exponentials and gradient; where a whole conversation is predicted at once, also the entropy's
+    # two arrays, which otherwise find room beside the blocks' activations.
+    shape, copies = (conversation_shape, 5) if converses(config) else (sequence_shape, 3)
     predictions = rows * sizes.fsdp * shape(workload.prompt, workload.response).predictions
-    logits = 3 * 4 * min(predictions * model.vocab_size, max(MAX_LOGITS, rows * sizes.fsdp * model.vocab_size))
+    logits = copies * 4 * min(predictions * model.vocab_size, max(MAX_LOGITS, rows * sizes.fsdp * model.vocab_size))
     return {
         # Policy and critic learn one after the other.
         "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),
