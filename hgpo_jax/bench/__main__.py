@@ -10,6 +10,7 @@ from hgpo_jax.bench import (
     accelerator,
     advantages,
     attention,
+    conversations,
     environments,
     limits,
     plan,
@@ -26,6 +27,7 @@ BENCHES = {
     "accelerator": accelerator,
     "advantages": advantages,
     "attention": attention,
+    "conversations": conversations,
     "envs": environments,
     "plan": plan,
     "rollout": rollout,
@@ -52,7 +54,7 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name not in BENCHES:
         meanings = {name: (module.__doc__ or "").partition("\n")[0] for name, module in BENCHES.items()}
-        listed = "\n".join(f"  {name:12s} {meaning}" for name, meaning in meanings.items())
+        listed = "\n".join(f"  {name:13s} {meaning}" for name, meaning in meanings.items())
         p = cli.parser("bench", f"{__doc__}\n\nNAME is one of\n{listed}")
         p.add_argument("name", metavar="NAME", choices=BENCHES)
         p.parse_args()

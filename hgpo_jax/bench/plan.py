@@ -36,7 +36,7 @@ from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
-from hgpo_jax.rollout.environments import backend, environment, max_turns
+from hgpo_jax.rollout.environments import backend, converses, environment, max_turns
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.sampling.continuous_batching import SlotPrograms
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
@@ -185,6 +185,8 @@ class Programs:
         batch = jax.tree.map(
             lambda a: self._array(*a.shape, dtype=a.dtype), jax.eval_shape(functools.partial(random_batch, *sizes))
         )
+        if converses(config):
+            batch = batch.replace(chain=self._array(workload.steps))
         moments = jax.eval_shape(optimizer.init, self._params)
         moments = _place(moments, shardings_like(moments, self._model, self._mesh))
         inputs = self._compute, batch, self._array(workload.steps), self._scalar, self._array(dtype=jnp.float32)

@@ -65,7 +65,9 @@ class EnvConfig(Section):
     )
     options: dict[str, Any] = field({}, "your own: keyword arguments of its class, each written as env.options.NAME=VALUE")
     template: str = field(
-        "", "text: file with the prompts; default: the environment's own, text.txt for yours, plain.txt for a small policy"
+        "",
+        "text: file with the prompts, or conversation, which shows the whole chat so far; default: the environment's own, "
+        "text.txt for yours, plain.txt for a small policy",
     )
     tasks: tuple[Literal["place", "two", "look", "clean", "heat", "cool"], ...] = field(
         ("place",), "household: task types to draw from"

@@ -89,6 +89,8 @@ class ServedPolicy:
         _, make_env = entry.text(config)
         try:
             self._template = load_template(config.env.template or entry.template)
+            if self._template.chats:
+                raise ValueError(f"template={config.env.template}: a served policy is asked one message at a time")
             self._workers = (
                 ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
                 if config.env.workers

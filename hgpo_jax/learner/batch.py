@@ -28,11 +28,22 @@ class TrainingBatch(struct.PyTreeNode):
     values: jax.Array | None = None  # f32[N], the critic's before the update; with three heads f32[N, 3]
     returns: jax.Array | None = None  # the critic's targets, of the same shape
     has_target: jax.Array | None = None  # bool[N, 3], the heads that learn from a decision; None: all
+    chain: jax.Array | None = None  # i32[N], equal for turns that extend each other (`conversations.chains`); None: none do
     layout: packing.PackedLayout | None = None  # None: each decision is a sequence of its own
 
     def tokens(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Returns (prompts, prompt_lengths, responses, response_lengths), as the functions of `packing` take them."""
         return self.prompts, self.prompt_lengths, self.responses, self.response_lengths
+
+    def sequence_shape(self) -> packing.SequenceShape:
+        """Returns the shape of the sequences that the decisions are packed into."""
+        of = packing.sequence_shape if self.chain is None else packing.conversation_shape
+        return of(self.prompts.shape[1], self.responses.shape[1])
+
+    def usual_predictions(self) -> int:
+        """Returns the predictions that most sequences need at most."""
+        response = self.responses.shape[1]
+        return response if self.chain is None else max(response, self.sequence_shape().slots // 4)
 
     def sequences(self) -> packing.PackedLayout:
         """Returns the sequences that the network reads."""
@@ -73,8 +84,11 @@ def assign_to_sequences(
     decision = order[jnp.minimum(at, order.shape[0] - 1)]
     predictions = jnp.where(at < stop, batch.response_lengths[decision], 0)
     lengths = jnp.where(predictions > 0, batch.prompt_lengths[decision] + predictions - 1, 0)
-    shape = packing.sequence_shape(batch.prompts.shape[1], batch.responses.shape[1])
-    sequence, slot, offset = packing.first_fit(lengths, predictions, shape)
+    shape = batch.sequence_shape()
+    if batch.chain is None:
+        sequence, slot, offset = packing.first_fit(lengths, predictions, shape)
+    else:
+        sequence, slot, offset = packing.first_fit_of_chains(batch.chain[decision], lengths, predictions, shape)
     by_sequence = jnp.argsort(sequence)
     assignment = Assignment(*(a[by_sequence] for a in (decision, sequence, slot, offset)))
     return assignment, jnp.where(sequence < size, sequence + 1, 0).max()
@@ -87,9 +101,9 @@ def gather_microbatch(
 
     Returns: (their indices in `batch`, the micro-batch). Its size is static; unused entries have no response.
     """
-    shape = packing.sequence_shape(batch.prompts.shape[1], batch.responses.shape[1])
+    shape = batch.sequence_shape()
     size = assignment.sequence.shape[0]
-    at = jnp.searchsorted(assignment.sequence, first_sequence) + jnp.arange(min(sequences * shape.max_segments, size))
+    at = jnp.searchsorted(assignment.sequence, first_sequence) + jnp.arange(min(sequences * shape.max_decisions, size))
     decision, sequence, slot, offset = (a.at[at].get(mode="clip") for a in assignment)
     belongs = (at < size) & (sequence < jnp.minimum(first_sequence + sequences, size))
     microbatch = jax.tree.map(lambda a: a[decision], batch)
@@ -97,7 +111,7 @@ def gather_microbatch(
         prompt_lengths=jnp.where(belongs, microbatch.prompt_lengths, 1),
         response_lengths=jnp.where(belongs, microbatch.response_lengths, 0),
     )
-    if shape.max_segments > 1:
+    if shape.max_decisions > 1:
         local = (sequence - first_sequence, slot, offset)
         microbatch = microbatch.replace(layout=packing.packed(local, *microbatch.tokens(), sequences=sequences, shape=shape))
     return decision, microbatch

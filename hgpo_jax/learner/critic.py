@@ -82,8 +82,11 @@ def values_of_episodes(
         old_logp=jnp.zeros((B, *e.logp.shape[2:])),
         advantages=jnp.zeros(B),
     )
+    numbers = B * T + jnp.arange(B)
+    if batch.chain is not None:
+        finals = finals.replace(chain=numbers)  # each on its own
     # In front, because entries that count come first.
-    order = jnp.concatenate([B * T + jnp.arange(B), order])
+    order = jnp.concatenate([numbers, order])
     values = predict(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch.replace(agents=None), finals), order, B + count)
     values, after = values[: B * T], values[B * T :]
     by_turn = values.reshape(B, T, *values.shape[1:])

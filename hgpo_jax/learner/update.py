@@ -291,7 +291,7 @@ def _make_sum_gradients(
 
         device, compute = jax.lax.axis_index("data"), cast(params, compute_dtype)
         assignment, sequences = assign_to_sequences(batch, order, begin, stop, min(minibatch_size, order.shape[0]))
-        grad = _trim_predictions(jax.grad(numerator, has_aux=True), batch.responses.shape[1])
+        grad = _trim_predictions(jax.grad(numerator, has_aux=True), batch.usual_predictions())
 
         def gradient_of(i: jax.Array | int) -> tuple[Any, tuple[losses.Stats, jax.Array]]:
             _, microbatch = gather_microbatch(batch, assignment, (i * devices + device) * M, M)
@@ -325,7 +325,7 @@ def make_map(
 
     def mapped(params: Any, batch: TrainingBatch, order: jax.Array, count: jax.Array) -> jax.Array:
         device = jax.lax.axis_index("data")
-        trimmed = _trim_predictions(function, batch.responses.shape[1])
+        trimmed = _trim_predictions(function, batch.usual_predictions())
         assignment, sequences = assign_to_sequences(batch, order, 0, count, order.shape[0])
         some = lambda i: gather_microbatch(batch, assignment, (i * devices + device) * M, M)  # noqa: E731
         shape = jax.eval_shape(lambda: function(params, some(0)[1])).shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import re
 import string
@@ -18,6 +19,16 @@ TEMPLATES = Path(__file__).parent / "templates"
 MAX_CHARACTERS_PER_TOKEN = 16
 CUT = " ... "  # replaces the removed text
 _SECTIONS = ("first", "later", "entry")
+_CHAT_SECTIONS = ("first", "next")
+
+
+class PastTurn(NamedTuple):
+    """A turn that an agent has taken."""
+
+    observation: str
+    commands: Sequence[str]
+    action: str
+    response: Sequence[int] = ()  # the sampled ids; none if the action is a scripted player's
 
 
 class PromptInput(NamedTuple):
@@ -28,6 +39,7 @@ class PromptInput(NamedTuple):
     turn: int  # actions that it has taken so far
     observation: str
     commands: Sequence[str]  # the admissible commands
+    chat: Sequence[PastTurn] = ()  # its past turns, oldest first, from the first one on that its last prompt shows
 
 
 class Prompt(NamedTuple):
@@ -48,30 +60,40 @@ class ParsedResponse(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Template:
-    """The texts of one environment: a user message for the first turn, one for later turns, an entry of the history."""
+    """The texts of one environment: a user message for the first turn, one for later turns, an entry of the history.
+
+    Without an entry, a prompt is the chat so far: every turn has a message of its own, before the agent's answer to it.
+    """
 
     first: string.Template
     later: string.Template
-    entry: string.Template
+    entry: string.Template | None = None
 
     @classmethod
     def load(cls, path: str | Path) -> Template:
-        """Reads a file with the sections `== first ==`, `== later ==` and `== entry ==`.
+        """Reads a file with the sections `== first ==`, `== later ==` and `== entry ==`, or, for a chat, `first` and `next`.
 
         Slots are $goal, $observation, $commands, $turn, $now, $shown and $history, in an entry $number, $observation and
         $action. Raises ValueError for a missing section or an unknown slot.
         """
         parts = re.split(r"^== (\w+) ==\n", Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE)
         sections = dict(zip(parts[1::2], parts[2::2], strict=True))
-        if parts[0].strip() or set(sections) != set(_SECTIONS):
+        if parts[0].strip() or set(sections) not in (set(_SECTIONS), set(_CHAT_SECTIONS)):
             raise ValueError(f"{path}: needs the sections {', '.join(f'== {name} ==' for name in _SECTIONS)} and no others")
-        template = cls(**{name: string.Template(text.strip("\n")) for name, text in sections.items()})
+        texts = {name: string.Template(text.strip("\n")) for name, text in sections.items()}
+        template = cls(texts["first"], texts["next"]) if "next" in texts else cls(**texts)
         try:
             template.render(PromptInput("", [("", "")], 1, "", []))
             template.render(PromptInput("", [], 0, "", []))
+            template.render_next(PromptInput("", [], 1, "", []))
         except (KeyError, ValueError) as error:
             raise ValueError(f"{path}: unknown slot {error}; a dollar sign is written $$") from None
         return template
+
+    @property
+    def chats(self) -> bool:
+        """Whether a prompt is the chat so far."""
+        return self.entry is None
 
     @property
     def bare(self) -> bool:
@@ -90,13 +112,26 @@ class Template:
         return ParsedResponse(opened + text, *find_action(text, fallback, opened, lower_case=lower_case))
 
     def render(self, prompt_input: PromptInput) -> str:
-        """Renders the user message. Slots are filled once: a dollar sign in the inserted texts has no meaning."""
+        """Renders the user message; of a chat, its first. Slots are filled once: a dollar sign in the inserted texts has no
+        meaning.
+        """
+        if self.entry is None:
+            return self.first.substitute(self._slots(prompt_input, []))
         begin = prompt_input.turn - len(prompt_input.history) + 1
         entries = [
             self.entry.substitute(number=begin + index, observation=observation, action=action)
             for index, (observation, action) in enumerate(prompt_input.history)
         ]
-        slots = {
+        return (self.later if entries else self.first).substitute(self._slots(prompt_input, entries))
+
+    def render_next(self, prompt_input: PromptInput) -> str:
+        """Renders a user message of a chat that follows another one."""
+        return self.later.substitute(self._slots(prompt_input, []))
+
+    @staticmethod
+    def _slots(prompt_input: PromptInput, entries: list[str]) -> dict[str, object]:
+        """Returns the values of a message's slots."""
+        return {
             "goal": prompt_input.goal,
             "observation": prompt_input.observation,
             "commands": ",\n".join(f"'{command}'" for command in prompt_input.commands),
@@ -105,7 +140,6 @@ class Template:
             "shown": len(entries),
             "history": "\n".join(entries),
         }
-        return (self.later if entries else self.first).substitute(slots)
 
 
 def template_file(name: str) -> Path:
@@ -128,20 +162,23 @@ class ChatFormat:
     Args:
       template: as in `load_template`.
       prompt_limit: tokens of the longest prompt. A longer one loses its oldest history first, then the middle of the
-        observation, of the commands and of the goal; the rest of the template always stays.
+        observation, of the commands and of the goal; the rest of the template always stays. A chat that is too long loses its
+        oldest turns until it takes half of the limit at most, so that the next prompts extend it again.
       fallback: characters at the end of a malformed response that are taken as its action.
       lower_case: whether actions lose their capitals.
 
     If the template does not mention <action>, the action is the whole response after its thought.
 
     Raises:
-      ValueError: no such template, or the template alone exceeds the limit.
+      ValueError: no such template, the template alone exceeds the limit, or a chat in a frame of one message.
     """
 
     def __init__(
         self, frame: ChatFrame, template: str, prompt_limit: int = 4096, fallback: int = 30, *, lower_case: bool = False
     ):
         self.template = load_template(template)
+        if self.template.chats and frame.plain:
+            raise ValueError(f"template={template}: a small policy reads one message, not a chat; give another template")
         self.frame, self.prompt_limit, self.fallback, self.lower_case = frame, prompt_limit, fallback, lower_case
         self.message_limit = prompt_limit - len(frame.head) - len(frame.tail)
         shortest = self.template.render(PromptInput(CUT, [], 99, CUT, [CUT]))
@@ -156,6 +193,45 @@ class ChatFormat:
 
     def build(self, inputs: Sequence[PromptInput]) -> list[Prompt]:
         """Builds the prompt of each input."""
+        return list(map(self._build_chat, inputs)) if self.template.chats else self._build_messages(inputs)
+
+    def _build_chat(self, prompt_input: PromptInput) -> Prompt:
+        """Builds the chat so far."""
+        turns, half = prompt_input.chat, self.prompt_limit // 2
+        if ids := self._chat(prompt_input, self.prompt_limit):
+            return Prompt(ids)
+        fits = lambda dropped: bool(self._chat(prompt_input._replace(chat=turns[dropped:]), half))  # noqa: E731
+        dropped = bisect.bisect_left(range(len(turns)), True, min(1, len(turns)), key=fits)
+        if dropped < len(turns):
+            return Prompt(self._chat(prompt_input._replace(chat=turns[dropped:]), half), dropped)
+        (prompt,) = self._build_messages([prompt_input._replace(history=[])])
+        return prompt._replace(pairs_dropped=dropped)
+
+    def _chat(self, prompt_input: PromptInput, limit: int) -> list[int]:
+        """Encodes a chat, with the sampled ids of earlier answers; [] if it has more tokens than the limit.
+
+        An answer stays text if it holds special tokens, or if the chat template hides its thought.
+        """
+        messages, sampled, chat = list[dict[str, str]](), dict[int, list[int]](), prompt_input.chat
+        now = PastTurn(prompt_input.observation, prompt_input.commands, "")
+        for turn, past in enumerate([*chat, now], prompt_input.turn - len(chat)):
+            view = prompt_input._replace(turn=turn, observation=past.observation, commands=past.commands)
+            text = self.template.render_next(view) if messages else self.template.render(view)
+            if len(text) > limit * MAX_CHARACTERS_PER_TOKEN:
+                return []
+            messages.append({"role": "user", "content": text})
+            if past is not now:
+                ids = list(map(int, past.response)) or self.answers([past.action])[0]
+                ids = ids[:-1] if ids[-1] in self.end_tokens else ids
+                answer = self.frame.text.decode(ids)
+                if self.frame.text.hidden.isdisjoint(ids) and not (self.frame.hides_thoughts and THINK_END in answer):
+                    sampled[len(messages)] = ids
+                messages.append({"role": "assistant", "content": answer})
+        ids = self.frame.conversation(messages, sampled=sampled)
+        return ids if len(ids) <= limit else []
+
+    def _build_messages(self, inputs: Sequence[PromptInput]) -> list[Prompt]:
+        """Builds prompts of one message."""
         prompts, most = [], self.message_limit * MAX_CHARACTERS_PER_TOKEN
         texts = [self.template.render(prompt_input) for prompt_input in inputs]
         encoded = self.frame.text.encode(text[:most] for text in texts)

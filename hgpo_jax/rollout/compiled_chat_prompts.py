@@ -98,6 +98,8 @@ class DeviceText:
         self.task_types, self.end_tokens = env.task_types, format.end_tokens
         if not format.lower_case:
             raise ValueError("lower_case=False: actions are read in lower case here")
+        if format.template.chats:
+            raise ValueError("the prompts are chats, which are made on the host")
         if format.template.bare and format.frame.opened:
             raise ValueError("the chat template begins a thought, but the prompts ask for the action alone")
         self._tokenizer = DeviceTokenizer(tokenizer)

@@ -25,6 +25,7 @@ from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.rollout.alfworld_games import alfworld, alfworld_games, alfworld_text
+from hgpo_jax.rollout.chat_prompts import load_template
 from hgpo_jax.rollout.requirements import ONE_ROLE, check_compiled, check_text, roles_of
 from hgpo_jax.utils.errors import ConfigError
 
@@ -177,8 +178,18 @@ def backend(config: Config) -> Backend:
     if config.env.compiled is not False and not (config.policy.tokenizer or _reads_text(config.policy.source)):
         return "compiled"
     if config.env.compiled is None:
-        return "compiled_text" if config.policy.source and not config.env.workers else "host"
+        return "compiled_text" if config.policy.source and not config.env.workers and not converses(config) else "host"
     return "compiled_text" if config.env.compiled else "host"
+
+
+def converses(config: Config) -> bool:
+    """Whether prompts may begin with earlier turns, token by token: those of agents and of a chat (`Template.chats`)."""
+    if environment(config.env).agent:
+        return True
+    try:
+        return bool(config.env.template) and load_template(config.env.template).chats
+    except ValueError:  # refused where it is used
+        return False
 
 
 def _reads_text(source: str) -> bool:

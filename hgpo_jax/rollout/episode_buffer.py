@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt, PromptInput
+from hgpo_jax.rollout.chat_prompts import ParsedResponse, PastTurn, Prompt, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
@@ -43,7 +43,9 @@ class EpisodeBuffer:
         episodes.groups[:] = groups
         self._latest: dict[int, EnvOutput] = {}  # for each episode that has not failed
         self._observations: dict[int, list[str]] = defaultdict(list)
+        self._commands: dict[int, list[Sequence[str]]] = defaultdict(list)
         self._actions: dict[int, list[str]] = defaultdict(list)
+        self._unshown: Counter[tuple[int, int]] = Counter()  # (episode, role): its oldest turns, which a chat has dropped
         self._responses: dict[int, list[str]] = defaultdict(list)
         self._admissible: dict[int, list[bool]] = defaultdict(list)  # for each action whose output has arrived
         self.excluded: dict[int, str] = {}
@@ -66,6 +68,7 @@ class EpisodeBuffer:
             return False
         self._latest[episode] = output
         self._observations[episode].append(output.observation)
+        self._commands[episode].append(output.commands)
         self._inadmissible += not output.admissible
         turn, e = self.turn(episode), self._episodes
         if turn:
@@ -96,11 +99,14 @@ class EpisodeBuffer:
 
     def prompt_input(self, episode: int) -> PromptInput:
         """Returns the information of the role that acts next in an episode: only its own past turns."""
-        output, roles = self._latest[episode], self._episodes.agents[episode]
-        past = zip(self._observations[episode], self._actions[episode], roles, strict=False)
-        turns = [(observation, action) for observation, action, role in past if role == output.role]
-        history = turns[max(0, len(turns) - self._history_length) :]
-        return PromptInput(output.goal, history, len(turns), output.observation, output.commands)
+        output, e = self._latest[episode], self._episodes
+        responses = map(lambda ids, length: ids[:length], e.responses[episode], e.response_lengths[episode])
+        texts = self._observations[episode], self._commands[episode], self._actions[episode]
+        past = zip(map(PastTurn, *texts, responses), e.agents[episode], strict=False)
+        turns = [turn for turn, role in past if role == output.role]
+        history = [(turn.observation, turn.action) for turn in turns[max(0, len(turns) - self._history_length) :]]
+        chat = turns[self._unshown[episode, output.role] :]
+        return PromptInput(output.goal, history, len(turns), output.observation, output.commands, chat)
 
     def add_response(self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool) -> tuple[str, ...]:
         """Adds a response to its episode's prompt; returns all the episode's actions including the new one (`matched`).
@@ -120,6 +126,7 @@ class EpisodeBuffer:
         self._counts["malformed"] += not parsed.well_formed
         self._counts["unfinished"] += not ended
         self._counts["pairs_dropped"] += prompt.pairs_dropped
+        self._unshown[episode, self._latest[episode].role] += prompt.pairs_dropped
         self._counts["prompts_cut"] += prompt.tokens_cut > 0
         self._actions[episode].append(matched(parsed.action, self._latest[episode].commands))
         self._responses[episode].append(parsed.text)

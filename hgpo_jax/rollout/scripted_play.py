@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hgpo_jax.envs.protocol import TextExpert
-from hgpo_jax.rollout.chat_prompts import PromptInput
+from hgpo_jax.rollout.chat_prompts import PastTurn, PromptInput
 from hgpo_jax.rollout.requirements import deadline
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 from hgpo_jax.utils.errors import one_line
@@ -68,13 +68,13 @@ def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: 
 
     outputs: an environment's outputs, that of the reset first.
     """
-    past: dict[int, list[tuple[str, str]]] = defaultdict(list)  # by role
+    past: dict[int, list[PastTurn]] = defaultdict(list)  # by role
     inputs = []
     for output, action in zip(outputs, actions, strict=False):
         turns = past[output.role]
-        history = turns[max(0, len(turns) - history_length) :]
-        inputs.append(PromptInput(output.goal, history, len(turns), output.observation, output.commands))
-        turns.append((output.observation, action))
+        history = [(turn.observation, turn.action) for turn in turns[max(0, len(turns) - history_length) :]]
+        inputs.append(PromptInput(output.goal, history, len(turns), output.observation, output.commands, tuple(turns)))
+        turns.append(PastTurn(output.observation, output.commands, action))
     return inputs
 
 

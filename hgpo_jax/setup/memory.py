@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.learner.methods import method_named
-from hgpo_jax.learner.packing import sequence_shape
+from hgpo_jax.learner.packing import conversation_shape, sequence_shape
 from hgpo_jax.learner.update import MAX_LOGITS
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface_folder, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
@@ -26,7 +26,7 @@ from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import embedding_rows, vocabulary_size
 from hgpo_jax.rollout.compiled_prompts import prompt_length
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
-from hgpo_jax.rollout.environments import backend, environment, max_turns, role_names
+from hgpo_jax.rollout.environments import backend, converses, environment, max_turns, role_names
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -211,9 +211,11 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
     # The vocabulary is not gathered: every device looks up the whole group's tokens in its part.
     looked_up = model.hidden_size * sizes.compute_bytes * (sizes.fsdp * sizes.tensor > 1)
     tokens = rows * sizes.fsdp * (workload.prompt + workload.response)
-    # Float32 logits, with their exponentials and gradient.
-    predictions = rows * sizes.fsdp * sequence_shape(workload.prompt, workload.response).predictions
-    logits = 3 * 4 * min(predictions * model.vocab_size, max(MAX_LOGITS, rows * sizes.fsdp * model.vocab_size))
+    # Float32 logits, with their exponentials and gradient; where a whole conversation is predicted at once, also the entropy's
+    # two arrays, which otherwise find room beside the blocks' activations.
+    shape, copies = (conversation_shape, 5) if converses(config) else (sequence_shape, 3)
+    predictions = rows * sizes.fsdp * shape(workload.prompt, workload.response).predictions
+    logits = copies * 4 * min(predictions * model.vocab_size, max(MAX_LOGITS, rows * sizes.fsdp * model.vocab_size))
     return {
         # Policy and critic learn one after the other.
         "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),

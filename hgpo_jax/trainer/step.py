@@ -16,7 +16,7 @@ from hgpo_jax import advantages
 from hgpo_jax.advantages.hiper import segment_begins
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED, members
-from hgpo_jax.learner import losses
+from hgpo_jax.learner import conversations, losses
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
 from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options
@@ -29,6 +29,7 @@ from hgpo_jax.learner.update import (
     make_update,
 )
 from hgpo_jax.policy.placement import cast, storage_shardings
+from hgpo_jax.rollout.environments import converses
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.rewards import overlong
@@ -163,8 +164,10 @@ def make_train_step(job: Job):
         batch = training_batch(episodes)
         if len(job.runner.roles) > 1:
             batch = batch.replace(agents=_flat(episodes.agents))
+        if converses(job.config):
+            batch = batch.replace(chain=_flat(conversations.chains(episodes)))
         happened, unfinished = _flat(episodes.mask), batch.unfinished(job.runner.end_tokens)
-        order, count = _shuffle(key, happened)
+        order, count = _shuffle(key, happened, batch.chain)
 
         final_values = None
         if state.critic:
@@ -183,6 +186,8 @@ def make_train_step(job: Job):
             metrics["nonfinite_steps"] += critic_metrics.pop("nonfinite_steps")
             metrics |= critic_metrics
         metrics["unfinished_share"] = unfinished.sum() / jnp.maximum(count, 1)
+        if batch.chain is not None:
+            metrics |= conversations.statistics(batch)
         metrics |= advantage_metrics(episodes.mask, estimate)
         metrics |= role_advantages(episodes, estimate.advantages, job.runner.roles)
         return _move_state(job, TrainState(params, opt_state, critic), store=True), metrics
@@ -204,7 +209,7 @@ def _make_shared_update(updates: dict):
 
     def update(state: TrainState, reference, batch: TrainingBatch, learned, key, lr_scale, role):
         old = state.params[SHARED], state.opt_state[SHARED], reference[SHARED]
-        params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffle(key, learned), lr_scale)
+        params, opt_state, metrics = updates[SHARED](*old, batch, *_shuffle(key, learned, batch.chain), lr_scale)
         return {SHARED: params}, {SHARED: opt_state}, metrics
 
     return update
@@ -224,7 +229,7 @@ def _make_separate_updates(updates: dict, roles: Sequence[str]):
         params, opt_state, stats, counts = {}, {}, {}, {}
         for number, (name, update_policy) in enumerate(updates.items()):
             is_member = jnp.array(members(name, roles))
-            order, count = _shuffle(jax.random.fold_in(key, number), learned & is_member[batch.agents])
+            order, count = _shuffle(jax.random.fold_in(key, number), learned & is_member[batch.agents], batch.chain)
             counts[name] = count if role is None else jnp.where(is_member[role], count, 0)
             old = state.params[name], state.opt_state[name]
             learn = functools.partial(update_policy, *old, reference[name], batch, order, counts[name], lr_scale)
@@ -280,9 +285,16 @@ def _flat(a):
     return a.reshape(-1, *a.shape[2:])
 
 
-def _shuffle(key, happened):
-    """Shuffles decisions; returns indices i32[N], those that happened (bool[N]) first, and their number i32[]."""
-    return jnp.argsort(jax.random.uniform(key, happened.shape) + 2.0 * ~happened), happened.sum()
+def _shuffle(key, happened, chain):
+    """Shuffles decisions; returns indices i32[N], those that happened (bool[N]) first, and their number i32[].
+
+    chain: i32[N] or None, as in `TrainingBatch`; its decisions follow each other, so that a boundary of mini-batches cuts at
+    most one chain in two.
+    """
+    place = jax.random.uniform(key, happened.shape)
+    if chain is not None:
+        place = place[chain]
+    return jnp.argsort(place + 2.0 * ~happened), happened.sum()
 
 
 def _estimate(job: Job, e: Episodes, values, final_values) -> advantages.Estimate:

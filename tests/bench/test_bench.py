@@ -34,7 +34,7 @@ def by_name(found: list[dict]) -> dict[str, dict]:
     assert machine["name"] == "machine" and "cores" in machine["value"]
     for row in rows:
         assert set(row) == {"name", "value", "unit", "limit_share", "ratio"}, row
-        assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s", "of the norm"), row
+        assert row["unit"] in ("s", "tokens/s", "GiB", "GB/s", "GFLOP/s", "of the norm", "tokens"), row
         assert np.isfinite([row["value"], row["limit_share"] or 0, row["ratio"] or 0]).all(), row
     return {row["name"]: row for row in rows}
 
@@ -60,6 +60,15 @@ def test_update(bench, lora):
     rows = by_name(bench("update", *TINY, "--rows", "6", "--tokens", "12", "--response", "5", "--remat", "full", *lora, *PEER))
     update, again = starting(rows, "update, household, 3 layers, 6 x 12"), starting(rows, "the same")
     assert update["value"] == again["value"] and update["limit_share"] < again["limit_share"] and update["ratio"] > 0
+
+
+@pytest.mark.slow
+def test_conversations_are_computed_once(bench):
+    """The command itself compares loss and gradient with those of separate turns."""
+    rows = by_name(bench("conversations", *TINY, "--rows", "2", "--tokens", "60", "--turns", "20"))
+    assert starting(rows, "tokens computed by conversations")["ratio"] <= 1.2
+    assert starting(rows, "tokens computed by turns")["ratio"] > 8
+    assert starting(rows, "update by conversations, household, 3 layers, 2 x 60 tokens, 20 turns")["ratio"] > 0
 
 
 @pytest.mark.slow
@@ -125,6 +134,7 @@ def parse(arguments):
     (["sample", "--batch", "3", "--mesh", "data=2"], "data=2 does not divide the 3 rows"),
     (["update", "--tokens", "8", "--response", "8"], "--response 8: leaves no prompt"),
     (["update", "--rows", "0"], "--rows: 0: must be a whole number"),
+    (["conversations", "--tokens", "30"], "--turns 20: leaves no prompt and answer"),
     (["rollout", "--mean", "1"], "--mean 1: must be 2 or more"),
     (["rollout", "--shortest-prompt", "2000"], "--shortest-prompt 2000: is above --longest-prompt 1200"),
     (["plan", "--mesh", "data=1", "--chip", "h100-80g", "--compile", "v5e:2x4"], "--chip h100-80g: --compile v5e:2x4"),

@@ -15,7 +15,7 @@ from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import network
 from tests.helpers.tiny import MODEL, parameters
 
-SHAPE = SequenceShape(slots=12, predictions=5, max_segments=3)
+SHAPE = SequenceShape(slots=12, predictions=5, max_decisions=3)
 
 
 def plain_first_fit(lengths, predictions):
@@ -55,7 +55,7 @@ FIRST_FIT = jax.jit(lambda lengths, predictions: packing.first_fit(lengths, pred
 
 def test_unpacked_every_segment_has_the_next_sequence():
     lengths, predictions = jnp.array([3, 0, 5, 0, 1]), jnp.array([1, 1, 2, 1, 1])
-    sequence, slot, offset = packing.first_fit(lengths, predictions, SHAPE._replace(max_segments=1))
+    sequence, slot, offset = packing.first_fit(lengths, predictions, SHAPE._replace(max_decisions=1))
     assert sequence.tolist() == [0, 5, 1, 5, 2]
     assert not slot.any() and not offset.any()
 
@@ -74,9 +74,11 @@ def batch():
     return jax.tree.map(jnp.asarray, batch)
 
 
-@pytest.mark.parametrize(("M", "max_segments"), [(2, 3), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((5, 1), (1, 3)))])
-def test_micro_batches_hold_each_decision_once_and_compute_what_it_computes_unpacked(batch, M, max_segments, monkeypatch):
-    shape = SequenceShape(P + R - 1, 2 * R if max_segments > 1 else R, max_segments)
+@pytest.mark.parametrize(
+    ("M", "max_decisions"), [(2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((5, 1), (1, 3)))]
+)
+def test_micro_batches_hold_each_decision_once_and_compute_what_it_computes_unpacked(batch, M, max_decisions, monkeypatch):
+    shape = SequenceShape(P + R - 1, 2 * R if max_decisions > 1 else R, max_decisions)
     monkeypatch.setattr(packing, "sequence_shape", lambda P, R: shape)
     model = nnx.merge(network(MODEL), parameters(0))
     compute = jax.jit(lambda batch: token_logprobs(model, batch))
@@ -96,4 +98,4 @@ def test_micro_batches_hold_each_decision_once_and_compute_what_it_computes_unpa
     expected = np.array([decision for decision in order[begin:stop] if batch.response_lengths[decision]])
     assert sorted(gathered) == sorted(expected.tolist())
     least = -(-int((batch.prompt_lengths + batch.response_lengths - 1)[expected].sum()) // (P + R - 1))
-    assert sequences == len(expected) if max_segments == 1 else least <= sequences < len(expected)
+    assert sequences == len(expected) if max_decisions == 1 else least <= sequences < len(expected)

@@ -29,12 +29,14 @@ def test_a_critic_beside_adapters_is_a_whole_network():
     assert phases["update"]["gradients"] >= 2 * 4 * whole and phases["update"]["compute copy"] == 2 * whole
 
 
+CHAT = "household_text env.template=conversation"
 # environment (text: continuous batching), mesh, devices, micro-batch, decode batch, prompt, response, remat, changed sizes
 CASES = [
     ("household", "data=1", 1, 8, 32, 448, 64, "none", {}),
     ("household", "data=2", 2, 2, 16, 100, 28, "dots", UNTIED),
     ("household", "fsdp=2", 2, 4, 16, 192, 64, "full", {"model_type": "llama"}),
     ("household_text", "fsdp=4,tensor=2", 8, 4, 16, 192, 64, "full", {}),
+    (CHAT, "data=1", 1, 4, 16, 448, 32, "none", {}),
 ]
 
 
@@ -43,7 +45,7 @@ CASES = [
 def test_the_plan_is_within_15_percent_of_xla(env, spec, devices, micro, decode_batch, prompt, response, remat, changes):
     mesh = make_mesh(spec, jax.devices()[:devices])
     fields = {"learner.microbatch_size": micro, "learner.remat": remat, "mesh": spec, "env.name": env}
-    config = load(None, [f"{name}={value}" for name, value in fields.items()])
+    config = load(None, " ".join(f"{name}={value}" for name, value in fields.items()).split())
     workload = memory.Workload(ModelConfig(**SIZES | changes), prompt, response, steps=64, decode_batch=decode_batch)
     phases = memory.bytes_by_phase(config, mesh, workload)
     always = sum(phases["always"].values())

@@ -1,6 +1,7 @@
 """From episodes to new parameters: the first gradient and the metrics of an iteration, computed again by hand."""
 
 import functools
+import itertools
 import types
 
 import jax
@@ -18,7 +19,7 @@ from hgpo_jax.learner import losses
 from hgpo_jax.policy import network
 from hgpo_jax.rollout.episodes import Episodes, action_ids
 from hgpo_jax.setup.job import Job, PolicySetup
-from hgpo_jax.trainer.step import make_train_step
+from hgpo_jax.trainer.step import _shuffle, make_train_step
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
 B, T, P, R, TEMPERATURE = 6, 4, 5, 3, 0.8
@@ -329,3 +330,40 @@ def test_a_difference_to_the_sampler_is_seen_on_whichever_device_it_falls(episod
         logp[b, t, 0] -= 0.5
         _, metrics, _ = learn(e.replace(logp=logp), "method=hgpo", "learner.microbatch_size=2", devices=2)
         assert metrics["logp_difference"] == pytest.approx(0.5, abs=1e-4)
+
+
+def chat(e: Episodes) -> Episodes:
+    """The episodes with responses of one token, after each of which the next prompt goes on."""
+    texts = np.random.default_rng(1).integers(1, WORDS, (B, P + T))
+    lengths, one = (1 + np.arange(T)) * e.mask, 1 * e.mask
+    at = lengths[..., None]
+    return e.replace(
+        prompts=np.where(np.arange(P) < at, texts[:, None, :P], 0), prompt_lengths=lengths, response_lengths=one,
+        responses=np.where(np.arange(R) < one[..., None], np.take_along_axis(texts[:, None], at, 2), 0),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["hgpo", "ppo"])
+def test_a_chat_teaches_what_its_turns_teach(episodes, method):
+    e, fields = chat(episodes), (f"method={method}", "env.name=household_text", "learner.rollout_correction=token")
+    chatted, metrics, _ = learn(e, *fields, "env.template=conversation")
+    apart, expected, _ = learn(e, *fields, "env.template=text")
+    assert metrics.pop("conversation/turns") == pytest.approx(e.mask.sum() / B)
+    longest = (e.prompt_lengths + e.response_lengths).max(1).sum()
+    assert metrics.pop("conversation/token_share") == pytest.approx(longest / (e.prompt_lengths + e.response_lengths).sum())
+    for name in expected:
+        np.testing.assert_allclose(metrics[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    moments = (optax.tree.get(state.opt_state[SHARED], "mu") for state in (chatted, apart))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), *moments)
+
+
+def test_an_epochs_order_keeps_a_chat_together_and_decisions_without_one_where_they_were():
+    chain, happened = np.array([0, 1, 1, 3, 0, 1, 6, 3]), np.arange(8) != 5
+    order, count = _shuffle(jax.random.key(0), happened, chain)
+    assert count == 7 and order[7] == 5
+    assert [list(map(int, some)) for _, some in itertools.groupby(order[:7], lambda decision: chain[decision])] in [
+        list(chats) for chats in itertools.permutations([[0, 4], [1, 2], [3, 7], [6]])
+    ]
+    alone, _ = _shuffle(jax.random.key(0), happened, np.arange(8))
+    np.testing.assert_array_equal(alone, _shuffle(jax.random.key(0), happened, None)[0])
