@@ -112,7 +112,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
                 "response": lines.add(dump.response(b, t)),
                 "reward": number(e.rewards[b, t]),
                 "invalid": bool(e.invalid[b, t]),
-                "role": dump.role(b, t),
+                "role": dump.mark(b, t),
             }
             for t in range(happened[b])
         ]

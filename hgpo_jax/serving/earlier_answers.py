@@ -1,4 +1,4 @@
-"""Earlier answers in a conversation, as the ids that were sampled.
+"""Earlier answers in a conversation: the turn that it goes on from, and the ids that were sampled.
 
 A policy's response may be encoded in ids other than the sampled ones. If a client sends an answer back unchanged, the session's
 next prompt therefore contains the policy's own ids.
@@ -13,6 +13,36 @@ from hgpo_jax.policy.answers import AnswerParser
 from hgpo_jax.serving.requests import Conversation
 from hgpo_jax.serving.sessions import Turn
 from hgpo_jax.serving.text import ServedText
+
+
+def parent_of(texts: ServedText, conversation: Conversation, turns: Sequence[Turn], branch: str) -> int | None:
+    """Returns the number of the turn that a request continues or branches off from; None if it begins anew.
+
+    That is the turn of the longest prompt whose messages and answer the conversation extends. Two kinds of requests go on from
+    the last turn of their name whatever their messages: those that name a branch, and those of programs that write the history
+    into one message, which show no answers and keep the system's messages.
+
+    branch: the name of the branch in the request, "" without one.
+    """
+    messages = conversation.messages
+    last = next((number for number in reversed(range(len(turns))) if turns[number].name == branch), None)
+    if branch and last is not None:
+        return last
+    extended = [number for number, turn in enumerate(turns) if _extends(texts, conversation, turn)]
+    if extended:
+        return max(extended, key=lambda number: (len(turns[number].messages), number))
+    if branch or last is None or _of("assistant", [*messages, *turns[last].messages]):
+        return None
+    return last if _of("system", messages) == _of("system", turns[last].messages) else None
+
+
+def path(turns: Sequence[Turn], number: int | None) -> list[Turn]:
+    """Returns a turn and all that it goes on from, the first one first."""
+    backwards = []
+    while number is not None:
+        backwards.append(turns[number])
+        number = turns[number].parent
+    return backwards[::-1]
 
 
 def prompt_ids(texts: ServedText, conversation: Conversation, beginning: str, turns: Sequence[Turn]) -> list[int]:
@@ -34,6 +64,27 @@ def prompt_ids(texts: ServedText, conversation: Conversation, beginning: str, tu
                 messages[number], sampled[number], at = written, texts.tags(turn.beginning) + ids, later + 1
                 break
     return texts.conversation(messages, conversation.tools, beginning, sampled, conversation.thinking)
+
+
+def _of(role: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message for message in messages if message["role"] == role]
+
+
+def _extends(texts: ServedText, conversation: Conversation, turn: Turn) -> bool:
+    """Whether a conversation is a turn's prompt, its answer and more.
+
+    The answer may lack its thought, spaces around it, and calls that the client was not told.
+    """
+    messages, length = conversation.messages, len(turn.messages)
+    if not 0 < length < len(messages) or messages[length]["role"] != "assistant" or messages[:length] != turn.messages:
+        return False
+    message, text = messages[length], turn.beginning + turn.text
+    answer = texts.parser(conversation.tools, turn.beginning, conversation.thinking).parse(text)
+    functions, calls = ([call["function"] for call in message.get("tool_calls", ())], [call._asdict() for call in answer.calls])
+    whole, said = text.strip(), message["content"].strip()
+    if not functions and said == whole:
+        return True
+    return said in (answer.content.strip(), answer.text.strip()) and functions == calls[: max(len(functions), 1)]
 
 
 def _is_answer(message: dict[str, Any], text: str, parser: AnswerParser) -> bool:

@@ -32,7 +32,7 @@ from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving.anthropic_messages import Messages
 from hgpo_jax.serving.dialect import Dialect
-from hgpo_jax.serving.earlier_answers import prompt_ids
+from hgpo_jax.serving.earlier_answers import parent_of, path, prompt_ids
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
 from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions
@@ -155,7 +155,7 @@ class Api:
             raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
         posted = parse(RewardRequest, await self._body(request))
         session = self._sessions.find(_key_of(request), request.path_params["name"])
-        async with session.in_line(self._time_limit):
+        async with session.in_line(self._time_limit, posted.branch if isinstance(posted.branch, str) else None):
             session.post(posted)
         if session.ended:
             self._sessions.ended(session)
@@ -176,8 +176,9 @@ class Api:
         session = self._sessions.of(_key_of(request), place) if self._sessions is not None else None
         if session and sampling.n > 1:
             raise ApiError(400, f"n: {sampling.n} answers are no turn of a session; ask for one", param="n")
-        async with session.in_line(self._time_limit) if session else contextlib.nullcontext():
-            prompt = await self._prompt(sampling, session)
+        name = place.branch_id or ""
+        async with session.in_line(self._time_limit, name) if session else contextlib.nullcontext():
+            prompt = await self._prompt(sampling, session, name)
             turn = _turn(request, sampling, session, prompt, place) if session else None
             # Rejections come before a stream begins.
             with Exchange(
@@ -207,17 +208,18 @@ class Api:
         if exchange.turn:
             exchange.turn.delivered = True
 
-    async def _prompt(self, sampling: SamplingRequest, session: Session | None) -> ServedPrompt:
+    async def _prompt(self, sampling: SamplingRequest, session: Session | None, branch: str) -> ServedPrompt:
         """Encodes a prompt, in a session based on its earlier turns. Raises ApiError."""
         try:
-            return await asyncio.to_thread(self._encode, sampling.prompt, session.turns if session else ())
+            turns = list(session.turns) if session else []  # other branches may go on meanwhile
+            return await asyncio.to_thread(self._encode, sampling.prompt, turns, branch)
         except ApiError as error:
             if session and error.code == TOO_LONG:
                 session.check_turns()  # the length of a surplus turn does not matter
                 session.overflowed = True
             raise
 
-    def _encode(self, prompt: Conversation | str | list[int], turns: Sequence[Turn]) -> ServedPrompt:
+    def _encode(self, prompt: Conversation | str | list[int], turns: Sequence[Turn], branch: str) -> ServedPrompt:
         """Raises ApiError for a prompt that is none, or too long; the length of a text is checked first."""
         limit = self._engine.prompt_limit
         if (characters := sum(map(len, _texts_in(prompt)))) > limit * MAX_CHARACTERS_PER_TOKEN:
@@ -225,12 +227,14 @@ class Api:
         if isinstance(prompt, Conversation):
             beginning = self._texts.call_beginning(prompt.tools, prompt.call)
             try:
-                ids = prompt_ids(self._texts, prompt, beginning, turns)
+                parent = parent_of(self._texts, prompt, turns, branch)
+                ids = prompt_ids(self._texts, prompt, beginning, turns if parent is None else path(turns, parent))
             except ValueError as error:
                 raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
-            served = ServedPrompt(ids, beginning, self._texts.parser(prompt.tools, beginning, prompt.thinking))
+            served = ServedPrompt(ids, beginning, self._texts.parser(prompt.tools, beginning, prompt.thinking), parent)
         else:
-            served = ServedPrompt(self._texts.prompt(prompt) if isinstance(prompt, str) else prompt)
+            ids = self._texts.prompt(prompt) if isinstance(prompt, str) else prompt
+            served = ServedPrompt(ids, parent=parent_of(self._texts, Conversation([]), turns, branch))
         if not served.ids:
             raise ApiError(400, "the prompt is empty")
         if max(served.ids) >= self._engine.vocabulary:
@@ -262,11 +266,23 @@ def _log_once(name: str, consequence: str) -> None:
 def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt: ServedPrompt, place: Place) -> Turn:
     """Returns the turn that a request becomes in its session, or that it repeats. Raises ApiError."""
     key, again = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0") != "0"
-    if turn := session.repeated(prompt.ids, key, again):
+    name = place.branch_id or ""
+    if turn := session.repeated(prompt.ids, name, key, again):
         return turn
     session.check_turns()
-    observation = sampling.prompt.observation if isinstance(sampling.prompt, Conversation) else str(sampling.prompt)
-    return Turn(prompt.ids, observation if place.state_key is None else place.state_key, beginning=prompt.beginning, key=key)
+    if isinstance(sampling.prompt, Conversation):
+        messages, state = sampling.prompt.messages, sampling.prompt.observation
+    else:
+        messages, state = [], str(sampling.prompt)
+    return Turn(
+        prompt.ids,
+        state if place.state_key is None else place.state_key,
+        beginning=prompt.beginning,
+        key=key,
+        messages=messages,
+        parent=prompt.parent,
+        name=name,
+    )
 
 
 async def _stays(receive, exchange: Exchange) -> bool:
