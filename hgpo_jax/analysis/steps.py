@@ -131,9 +131,9 @@ def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
         for part in ("sizes", "advantages", "weights"):
             fields[f"{name}_{part.removesuffix('s')}"] = getattr(record, f"level_{part}")[..., column]
     if dump.report and dump.report.get("branches"):
-        for column, name in (("branch", "branches"), ("parent", "parents")):
+        for place, name in (("branch", "branches"), ("parent", "parents")):
             numbers = [number for of_turns in dump.report[name] for number in of_turns]
-            places[column] = np.array([-1 if number is None else number for number in numbers], np.int64)
+            places[place] = np.array([-1 if number is None else number for number in numbers], np.int64)
     table = {name: np.asarray(values) for name, values in places.items()}
     return table | {name: np.asarray(values)[rows, turns] for name, values in fields.items()}
 

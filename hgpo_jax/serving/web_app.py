@@ -1,6 +1,7 @@
 """The web application: dialects of public APIs over an `Engine`.
 
     POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages    whole or streamed
+    POST /v1/messages/count_tokens                                             how long a prompt is
     POST /v1/sessions/NAME/reward                                              for a recorded episode (`sessions.py`)
     GET /v1/models, /health
 
@@ -30,7 +31,7 @@ from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
-from hgpo_jax.serving.anthropic_messages import Messages
+from hgpo_jax.serving.anthropic_messages import CountBody, Messages
 from hgpo_jax.serving.dialect import Dialect
 from hgpo_jax.serving.earlier_answers import parent_of, path, prompt_ids
 from hgpo_jax.serving.engine import Engine
@@ -50,6 +51,7 @@ DIALECTS: dict[str, type[Dialect]] = {
     "/v1/responses": Responses,
     "/v1/messages": Messages,
 }
+COUNT_TOKENS = "/v1/messages/count_tokens"
 GRACE = 30.0  # timeout in seconds for a body to arrive, and for the rest of an answer to be read
 TOO_LONG = "context_length_exceeded"
 
@@ -93,6 +95,7 @@ class Api:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._a_model),
                 Route("/v1/sessions/{name}/reward", self._reward, methods=["POST"]),
+                Route(COUNT_TOKENS, self._count_tokens, methods=["POST"]),
                 *(Route(path, functools.partial(self._endpoint, kind), methods=["POST"]) for path, kind in DIALECTS.items()),
             ],
             exception_handlers={kind: _respond_to_error for kind in (ApiError, HTTPException, ClientDisconnect, Exception)},
@@ -161,6 +164,13 @@ class Api:
             self._sessions.ended(session)
         return JSONResponse(session.describe())
 
+    async def _count_tokens(self, request: Request) -> Response:
+        """Counts the tokens of a prompt, which may be longer than this server reads."""
+        counted = parse(CountBody, await self._body(request)).request()
+        self._check_model(counted.model)
+        prompt = await asyncio.to_thread(self._prompt_of, counted.prompt, (), "")
+        return JSONResponse({"input_tokens": len(prompt.ids)})
+
     async def _endpoint(self, kind: type[Dialect], request: Request):
         """Returns the answer to a request in a dialect, as an ASGI application."""
         dialect = kind(await self._body(request))
@@ -224,17 +234,7 @@ class Api:
         limit = self._engine.prompt_limit
         if (characters := sum(map(len, _texts_in(prompt)))) > limit * MAX_CHARACTERS_PER_TOKEN:
             raise ApiError(400, f"the prompt has {characters:,} characters, this server reads {limit:,} tokens", code=TOO_LONG)
-        if isinstance(prompt, Conversation):
-            beginning = self._texts.call_beginning(prompt.tools, prompt.call)
-            try:
-                parent = parent_of(self._texts, prompt, turns, branch)
-                ids = prompt_ids(self._texts, prompt, beginning, turns if parent is None else path(turns, parent))
-            except ValueError as error:
-                raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
-            served = ServedPrompt(ids, beginning, self._texts.parser(prompt.tools, beginning, prompt.thinking), parent)
-        else:
-            ids = self._texts.prompt(prompt) if isinstance(prompt, str) else prompt
-            served = ServedPrompt(ids, parent=parent_of(self._texts, Conversation([]), turns, branch))
+        served = self._prompt_of(prompt, turns, branch)
         if not served.ids:
             raise ApiError(400, "the prompt is empty")
         if max(served.ids) >= self._engine.vocabulary:
@@ -242,6 +242,19 @@ class Api:
         if len(served.ids) > limit:
             raise ApiError(400, f"the prompt has {len(served.ids):,} tokens, this server reads {limit:,} tokens", code=TOO_LONG)
         return served
+
+    def _prompt_of(self, prompt: Conversation | str | list[int], turns: Sequence[Turn], branch: str) -> ServedPrompt:
+        """Builds a prompt of any length. Raises ApiError for messages or tools that the chat template rejects."""
+        if isinstance(prompt, Conversation):
+            beginning = self._texts.call_beginning(prompt.tools, prompt.call)
+            try:
+                parent = parent_of(self._texts, prompt, turns, branch)
+                ids = prompt_ids(self._texts, prompt, beginning, turns if parent is None else path(turns, parent))
+            except ValueError as error:
+                raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
+            return ServedPrompt(ids, beginning, self._texts.parser(prompt.tools, beginning, prompt.thinking), parent)
+        ids = self._texts.prompt(prompt) if isinstance(prompt, str) else prompt
+        return ServedPrompt(ids, parent=parent_of(self._texts, Conversation([]), turns, branch))
 
     def _headers(self, dialect: Dialect, session: Session | None) -> dict[str, str]:
         """Returns an answer's headers, which tell what is ignored; new names are also logged."""
@@ -271,7 +284,7 @@ def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt:
         return turn
     session.check_turns()
     if isinstance(sampling.prompt, Conversation):
-        messages, state = sampling.prompt.messages, sampling.prompt.observation
+        messages, state = sampling.prompt.messages, sampling.prompt.state
     else:
         messages, state = [], str(sampling.prompt)
     return Turn(
@@ -318,10 +331,11 @@ def _texts_in(prompt: Conversation | str | list[int]) -> Iterator[str]:
 
 
 def _refusal(request: Request, error: ApiError) -> Response:
+    kind = DIALECTS.get(request.url.path, Messages if request.url.path == COUNT_TOKENS else ChatCompletions)
     # The rest of the request is not read, so no other can follow it.
     headers = {"Connection": "close"} if error.status in (401, 403, 408, 413) else {}
     headers |= {"Retry-After": "1"} if error.status == 429 else {}
-    return JSONResponse(DIALECTS.get(request.url.path, ChatCompletions).error(error), error.status, headers)
+    return JSONResponse(kind.error(error), error.status, headers)
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:
