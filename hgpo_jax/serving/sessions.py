@@ -307,11 +307,15 @@ class OpenSessions:
       max_turns: maximum turns of a session.
       most: maximum number of open sessions; beyond it, those that have been silent for an hour make room.
       done: called with each session that ends.
+
+    Attributes:
+      abandoned: the number of sessions with turns that have made room.
     """
 
     def __init__(self, max_turns: int, most: int, done: Callable[[Session], None]):
         self._max_turns, self._most, self._done = max_turns, most, done
         self._by_name: dict[str, Session] = {}
+        self.abandoned = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -338,6 +342,7 @@ class OpenSessions:
         """Drops sessions with nothing to keep, and those that seem to be abandoned."""
         for name, session in list(self._by_name.items()):
             if session.silent > (SILENT if session.turns else 0):
+                self.abandoned += bool(session.turns)
                 del self._by_name[name]
 
     def ended(self, session: Session) -> None:

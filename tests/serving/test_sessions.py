@@ -158,7 +158,7 @@ def test_who_waits_for_an_answer_or_has_played_lately_is_not_forgotten():
     with full():
         asked("c")
     second._heard -= SILENT
-    assert asked("c").name == "c" and len(sessions) == 1
+    assert asked("c").name == "c" and len(sessions) == 1 and sessions.abandoned == 1
 
 
 def test_without_recording_there_are_no_sessions(port, client):
