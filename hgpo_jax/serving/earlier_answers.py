@@ -18,22 +18,21 @@ from hgpo_jax.serving.text import ServedText
 def parent_of(texts: ServedText, conversation: Conversation, turns: Sequence[Turn], branch: str) -> int | None:
     """Returns the number of the turn that a request continues or branches off from; None if it begins anew.
 
-    That is the turn of the longest prompt whose messages and answer the conversation extends. Two kinds of requests go on from
-    the last turn of their name whatever their messages: those that name a branch, and those of programs that write the history
-    into one message, which show no answers and keep the system's messages.
+    That is the turn of the longest prompt whose messages and answer the conversation extends. A request that names a branch
+    goes on from the branch's last turn whatever it holds. One of a program that writes the history into one message goes on
+    from the last turn with the same system's messages: neither shows an answer.
 
     branch: the name of the branch in the request, "" without one.
     """
     messages = conversation.messages
-    last = next((number for number in reversed(range(len(turns))) if turns[number].name == branch), None)
-    if branch and last is not None:
-        return last
+    same = [number for number, turn in enumerate(turns) if turn.name == branch]
+    if branch and same:
+        return same[-1]
     extended = [number for number, turn in enumerate(turns) if _extends(texts, conversation, turn)]
     if extended:
         return max(extended, key=lambda number: (len(turns[number].messages), number))
-    if branch or last is None or _of("assistant", [*messages, *turns[last].messages]):
-        return None
-    return last if _of("system", messages) == _of("system", turns[last].messages) else None
+    alike = [number for number in same if _of("system", turns[number].messages) == _of("system", messages)]
+    return alike[-1] if alike and not _of("assistant", [*messages, *turns[alike[-1]].messages]) else None
 
 
 def path(turns: Sequence[Turn], number: int | None) -> list[Turn]:

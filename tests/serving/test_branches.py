@@ -116,6 +116,7 @@ def play(policy):
         ([MAIN, [*MAIN, answer("\nLook. "), user("A room.")]], [(0, None), (0, 0)]),
         ([MAIN, MAIN, LOOK], [(0, None), (0, 0), (0, 1)]),  # equal ones: the later
         ([[user("A room.")], [user("A wall; before: a room.")], SUB], [(0, None), (0, 0), (1, None)]),  # history in a message
+        ([MAIN, SUB, [*MAIN[:1], user("Tidy up; seen: a room.")]], [(0, None), (1, None), (0, 0)]),
     ],
 )  # fmt: skip
 def test_a_request_continues_a_conversation_or_opens_a_branch(play, asked, turns):
