@@ -2,6 +2,7 @@
 
 import json
 import queue
+import secrets
 import threading
 
 import openai
@@ -60,23 +61,23 @@ class Numbered(Scripted):
 
 
 class Played:
-    """A session of a server; `turns` shows (branch, parent) of each."""
+    """The session `name` of a server; `turns` shows (branch, parent) of each. ended: of all tests, those that have ended."""
 
-    def __init__(self, engine, port, sessions, ended):
-        self.engine, self.client, self.sessions, self.ended = engine, client_of(port), sessions, ended
+    def __init__(self, server, engine, name):
+        self.client, self.sessions, self.ended, self.engine, self.name = *server, engine, name
 
     def ask(self, messages, text="Look.", branch=None, **more):
         self.engine.write = lambda _: text
-        headers = {"X-Session-Id": "a"} | ({"X-Branch-Id": branch} if branch else {})
+        headers = {"X-Session-Id": self.name} | ({"X-Branch-Id": branch} if branch else {})
         asked = {"model": "tiny", "messages": messages, "extra_headers": headers} | more
         return self.client.chat.completions.create(**asked).choices[0].message.content
 
     def reward(self, **body):
-        return self.client.post("/sessions/a/reward", body=body, cast_to=object)
+        return self.client.post(f"/sessions/{self.name}/reward", body=body, cast_to=object)
 
     @property
     def session(self):
-        return self.sessions._by_name["a"]
+        return self.sessions._by_name[self.name]
 
     @property
     def turns(self):
@@ -97,12 +98,21 @@ def in_thread(call):
     return lambda: results.get(timeout=30)
 
 
-@pytest.fixture
-def play(policy):
+@pytest.fixture(scope="module")
+def server(policy):
+    """A client, the sessions and those that have ended, of a server, after its engine."""
     tokenizer, ended = tool_tokenizer(), []
-    engine, sessions = Numbered(tokenizer), OpenSessions(6, 9, ended.append)
+    engine, sessions = Numbered(tokenizer), OpenSessions(6, 99, ended.append)
     with served(engine, type(policy)(policy.config, policy.params, tokenizer), sessions=sessions) as port:
-        yield Played(engine, port, sessions, ended)
+        yield engine, (client_of(port), sessions, ended)
+
+
+@pytest.fixture
+def play(server, monkeypatch):
+    engine, rest = server
+    engine.numbers, engine.hold, engine.held = {}, False, {}
+    monkeypatch.setattr(engine, "submit", engine.submit)
+    return Played(rest, engine, secrets.token_hex(4))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +139,7 @@ def test_a_named_branch_is_one_whatever_its_requests_hold(play):
     for messages, branch in ((MAIN, None), (LOOK, "b"), (SUB, "b"), (LOOK, None), (SUB, "c")):
         play.ask(messages, branch=branch)
     assert play.turns == [(0, None), (1, 0), (1, 1), (0, 0), (2, None)]
-    play.ask(SUB, extra_headers={}, metadata={"session_id": "a", "branch_id": "c"})
+    play.ask(SUB, extra_headers={}, metadata={"session_id": play.name, "branch_id": "c"})
     assert play.turns[-1] == (2, 4)
 
 
@@ -163,11 +173,11 @@ def test_the_end_waits_for_every_branch(play):
     results = []
     for call in calls:
         results.append(in_thread(call))
-        wait_until(lambda: "a" in play.sessions._by_name and len(play.session._in_line) == len(results))
+        wait_until(lambda: play.name in play.sessions._by_name and len(play.session._in_line) == len(results))
     for name in "cb":
         play.engine.go(name)
     assert [result() for result in results[:3]] == ["Look.", "Look.", 2]
-    assert "session a has ended" in results[3]() and len(play.ended[0].turns) == 2
+    assert f"session {play.name} has ended" in results[3]() and len(play.ended[-1].turns) == 2
 
 
 def test_branches_together_have_no_more_turns_than_a_session_may(play):
@@ -197,7 +207,7 @@ def test_a_reward_goes_to_the_end_of_a_branch(play):
     assert play.reward(reward=2, branch=1, admissible=False)["branches"] == 2
     play.reward(reward=4, branch=0)
     assert play.reward(reward=8)["ended"]
-    (session,) = play.ended
+    session = play.ended[-1]
     assert [turn.reward for turn in session.turns] == [0, 0, 3, 12]
     assert [turn.admissible for turn in session.turns] == [True, True, False, True]
 
@@ -207,15 +217,13 @@ def test_a_second_try_belongs_to_its_branch(play):
         play.ask(SUB, f"I am {branch}.", branch=branch)
     again = {"X-Stainless-Retry-Count": "1"}
     for branch in ("b", "c"):
-        headers = {"X-Session-Id": "a", "X-Branch-Id": branch} | again
+        headers = {"X-Session-Id": play.name, "X-Branch-Id": branch} | again
         assert play.ask(SUB, "another", extra_headers=headers) == f"I am {branch}."
     assert len(play.turns) == 2
 
 
 def a_turn(messages, text, parent=None, ids=(1,), **more):
     return Turn([1], "state", list(ids), [-1.0] * len(ids), text, messages=messages, parent=parent, **more)
-
-
 
 
 def test_an_answer_without_its_thought_and_a_call_are_that_turns():
