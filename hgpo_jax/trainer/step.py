@@ -64,9 +64,9 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         return result, of_one
 
     batch, sums, filled = sample_informative(rollout, settings.prompt_groups, settings.group_size)
-    causes = [name for name in reports[0] if name.startswith("failed/")]  # shares of as many episodes each
-    failed = {name: sum(counts[name] for counts in reports) / len(reports) for name in causes}
-    return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": filled} | failed
+    means = [name for name in reports[0] if name.startswith("failed/") or name == "branches"]
+    further = {name: sum(counts[name] for counts in reports) / len(reports) for name in means}
+    return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": filled} | further
 
 
 def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:
