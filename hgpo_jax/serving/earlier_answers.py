@@ -77,13 +77,14 @@ def _extends(texts: ServedText, conversation: Conversation, turn: Turn) -> bool:
     messages, length = conversation.messages, len(turn.messages)
     if not 0 < length < len(messages) or messages[length]["role"] != "assistant" or messages[:length] != turn.messages:
         return False
-    message, text = messages[length], turn.beginning + turn.text
+    text, said = turn.beginning + turn.text, messages[length]["content"].strip()
     answer = texts.parser(conversation.tools, turn.beginning, conversation.thinking).parse(text)
-    functions, calls = ([call["function"] for call in message.get("tool_calls", ())], [call._asdict() for call in answer.calls])
-    whole, said = text.strip(), message["content"].strip()
-    if not functions and said == whole:
+    told = [call["function"] for call in messages[length].get("tool_calls", ())]
+    calls = [call._asdict() for call in answer.calls]
+    if not told and said == text.strip():
         return True
-    return said in (answer.content.strip(), answer.text.strip()) and functions == calls[: max(len(functions), 1)]
+    same_calls = bool(told) == bool(calls) and told == calls[: len(told)]
+    return same_calls and said in (answer.content.strip(), answer.text.strip())
 
 
 def _is_answer(message: dict[str, Any], text: str, parser: AnswerParser) -> bool:
