@@ -20,7 +20,7 @@ from hgpo_jax.advantages import Estimate
 from hgpo_jax.analysis import Dump, diagnostics, group_ids, load, read_config, step_value
 from hgpo_jax.config import Config, cli
 from hgpo_jax.rollout.episodes import dumped
-from hgpo_jax.trainer.curves import GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows
+from hgpo_jax.trainer.curves import AGENTS, GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.figures import smoothing_window
@@ -112,7 +112,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
                 "response": lines.add(dump.response(b, t)),
                 "reward": number(e.rewards[b, t]),
                 "invalid": bool(e.invalid[b, t]),
-                "role": dump.role(b, t),
+                "role": dump.mark(b, t),
             }
             for t in range(happened[b])
         ]
@@ -236,7 +236,11 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
         dumps_shown = [dump for dump in all_dumps if dump["groups"]]
         runs.append({"name": name, "x": x, "metrics": metrics, "held_out": held_out, "dumps": dumps_shown})
         curves.append(metrics)
-    panels = {"learning": charts(LEARNING, curves), "groups": charts(GROUPS, curves), "roles": charts(ROLES, curves)}
+    panels = {
+        "learning": charts((*LEARNING, *AGENTS), curves),
+        "groups": charts(GROUPS, curves),
+        "roles": charts(ROLES, curves),
+    }
     longest = max(len(run["x"]) for run in runs)
     data = {"runs": runs, "panels": panels, "window": smoothing_window(longest), "lines": lines.all()}
     title = " and ".join(names) if len(names) < 3 else f"{len(names)} runs compared"

@@ -73,7 +73,7 @@ def main() -> None:
     with recording or contextlib.nullcontext(), listening, engine:
         _serve(name, api, engine, listening)
     if sessions is not None:
-        left = f"{len(sessions)} had no last reward and are left out"
+        left = f"{len(sessions) + sessions.abandoned} had no last reward and are left out"
         print(f"{args.record}: holds the sessions that have ended; {left}", flush=True)
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")

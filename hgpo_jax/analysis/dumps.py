@@ -22,7 +22,7 @@ from hgpo_jax.policy.tokenizer import BLANK, END, PAD
 from hgpo_jax.rollout.environments import role_names
 from hgpo_jax.rollout.episodes import Episodes, dumped
 from hgpo_jax.rollout.requirements import ONE_ROLE
-from hgpo_jax.rollout.result import outcome_of
+from hgpo_jax.rollout.result import branch_mark, outcome_of
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
 
@@ -94,9 +94,16 @@ class Dump:
         """Returns the role that acted in a turn; empty if there is only one role."""
         return self.roles[self.episodes.agents[episode, turn]] if len(self.roles) > 1 else ""
 
+    def mark(self, episode: int, turn: int) -> str:
+        """Returns the role that acted in a turn, or the branch that the turn belongs to; empty if there is only one."""
+        report = self.report or {}
+        if not report.get("branches"):
+            return self.role(episode, turn)
+        return branch_mark(report["branches"][episode], report["parents"][episode], turn)
+
     def response_with_role(self, episode: int, turn: int) -> str:
-        """Returns the policy's response, after a mark with the role that acted."""
-        return f"{self.role(episode, turn)} > {self.response(episode, turn)}".lstrip()
+        """Returns the policy's response, after its `mark`."""
+        return f"{self.mark(episode, turn)} > {self.response(episode, turn)}".lstrip()
 
     # -- texts --------------------------------------------------------------------------------------------------
 
@@ -237,7 +244,9 @@ def read_report(file: Path, e: Episodes) -> dict:
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
         texts, goals, scores = (report[name] for name in ("texts", "goals", "scores"))
-        by_turn = {"responses": str, "actions": str, "admissible": bool}
+        by_turn: dict = {"responses": str, "actions": str, "admissible": bool}
+        if report.get("branches"):
+            by_turn |= {"branches": int, "parents": int | None}
         turns = e.mask.sum(1).tolist()
         fits = all(isinstance(text, str) for text in (*texts, *goals))
         fits &= all(isinstance(score, int | float) for score in scores) and len(goals) == len(scores) == len(e.mask)

@@ -117,7 +117,10 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
 
 
 def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
-    """Returns one row per step that happened: its place, its numbers, and for each level group size, advantage and weight."""
+    """Returns one row per step that happened: its place, its numbers, and for each level group size, advantage and weight.
+
+    The place of an agent's step is also its branch, and the turn from which it goes on (`parent`), -1 if it begins anew.
+    """
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
     places = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
@@ -127,6 +130,10 @@ def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
         name = "prompt_group" if level < 0 else f"level{level}"
         for part in ("sizes", "advantages", "weights"):
             fields[f"{name}_{part.removesuffix('s')}"] = getattr(record, f"level_{part}")[..., column]
+    if dump.report and dump.report.get("branches"):
+        for place, name in (("branch", "branches"), ("parent", "parents")):
+            numbers = [number for of_turns in dump.report[name] for number in of_turns]
+            places[place] = np.array([-1 if number is None else number for number in numbers], np.int64)
     table = {name: np.asarray(values) for name, values in places.items()}
     return table | {name: np.asarray(values)[rows, turns] for name, values in fields.items()}
 

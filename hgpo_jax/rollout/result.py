@@ -31,15 +31,32 @@ def outcome_of(episodes: Episodes, index: int) -> str:
     return "unknown" if not episodes.judged[index] else "success" if episodes.success[index] else "failure"
 
 
+def branch_mark(branches: Sequence[int], parents: Sequence[int | None], turn: int) -> str:
+    """Names a turn's branch, and where it begins the turn that it goes on from; empty if the episode has a single branch."""
+    if len(set(branches)) < 2:
+        return ""
+    begins = branches[turn] not in branches[:turn] and parents[turn] is not None
+    return f"branch {branches[turn]}" + (f" from turn {parents[turn]}" if begins else "")
+
+
 def told_turns(
-    episodes: Episodes, index: int, roles: Sequence[str], observations: Sequence[str], responses: Sequence[str]
+    episodes: Episodes,
+    index: int,
+    roles: Sequence[str],
+    observations: Sequence[str],
+    responses: Sequence[str],
+    marks: Sequence[str] = (),
 ) -> list[str]:
-    """Renders the turns of one episode in words; names the role of each turn if there are several roles."""
+    """Renders the turns of one episode in words; names the role of each turn if there are several roles.
+
+    marks: what stands before each response, too; by default nothing.
+    """
     turns = []
     for t in range(int(episodes.mask[index].sum())):
         role = f"{roles[int(episodes.agents[index, t])]} " if len(roles) > 1 else ""
+        mark = f"{marks[t]} " if marks and marks[t] else ""
         invalid = "   (invalid)" if episodes.invalid[index, t] else ""
-        turns.append(f"  {observations[t]}\n    {role}> {responses[t]}{invalid}")
+        turns.append(f"  {observations[t]}\n    {role}{mark}> {responses[t]}{invalid}")
     return turns
 
 
@@ -57,6 +74,8 @@ class RolloutReport:
     failures: episode -> why it was excluded; its rows in the Episodes are empty.
     counts: for metrics: sums over the batch and, from the sampler, `decode_steps`, the number of decoding steps, and
       `slot_use`, the mean fraction of its slots that decoded, with fewer slots towards the end.
+    branches, parents: of agents' episodes, for each turn the number of its branch, and that of the turn from which it goes on,
+      None if it begins anew; empty for environments, whose turns follow one another.
     """
 
     texts: list[str]
@@ -67,6 +86,8 @@ class RolloutReport:
     scores: np.ndarray
     failures: dict[int, str]
     counts: dict[str, float]
+    branches: list[list[int]] = dataclasses.field(default_factory=list)
+    parents: list[list[int | None]] = dataclasses.field(default_factory=list)
 
     def save(self, path: str | Path) -> None:
         """Writes JSON, atomically."""
@@ -77,7 +98,9 @@ class RolloutReport:
     def story(self, episodes: Episodes, index: int, roles: Sequence[str]) -> Story:
         """Renders one episode for a person, also in a terminal. roles: names of the environment's roles."""
         observations = [self.texts[number] for number in episodes.observations[index, episodes.mask[index], 0]]
-        turns = told_turns(episodes, index, roles, observations, self.responses[index])
+        branches = self.branches[index] if self.branches else []
+        marks = [branch_mark(branches, self.parents[index], turn) for turn in range(len(branches))]
+        turns = told_turns(episodes, index, roles, observations, self.responses[index], marks)
         outcome = self.failures.get(index, outcome_of(episodes, index))
         return Story(printable(self.goals[index]), list(map(printable, turns)), printable(outcome))
 

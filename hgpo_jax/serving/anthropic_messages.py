@@ -152,6 +152,12 @@ class MessagesBody(SamplingBody):
         return request
 
 
+class CountBody(MessagesBody):
+    """The body of a request to count a prompt's tokens, to which no answer is sampled."""
+
+    max_tokens: int = Field(1, ge=1)
+
+
 class Messages(Dialect):
     """Anthropic's messages."""
 

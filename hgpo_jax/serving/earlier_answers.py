@@ -1,4 +1,4 @@
-"""Earlier answers in a conversation, as the ids that were sampled.
+"""Earlier answers in a conversation: the turn that it goes on from, and the ids that were sampled.
 
 A policy's response may be encoded in ids other than the sampled ones. If a client sends an answer back unchanged, the session's
 next prompt therefore contains the policy's own ids.
@@ -13,6 +13,35 @@ from hgpo_jax.policy.answers import AnswerParser
 from hgpo_jax.serving.requests import Conversation
 from hgpo_jax.serving.sessions import Turn
 from hgpo_jax.serving.text import ServedText
+
+
+def parent_of(texts: ServedText, conversation: Conversation, turns: Sequence[Turn], branch: str) -> int | None:
+    """Returns the number of the turn that a request continues or branches off from; None if it begins anew.
+
+    That is the turn of the longest prompt whose messages and answer the conversation extends. A request that names a branch
+    goes on from the branch's last turn whatever it holds. One of a program that writes the history into one message goes on
+    from the last turn with the same system's messages: neither shows an answer.
+
+    branch: the name of the branch in the request, "" without one.
+    """
+    messages = conversation.messages
+    same = [number for number, turn in enumerate(turns) if turn.name == branch]
+    if branch and same:
+        return same[-1]
+    extended = [number for number, turn in enumerate(turns) if _extends(texts, conversation, turn)]
+    if extended:
+        return max(extended, key=lambda number: (len(turns[number].messages), number))
+    alike = [number for number in same if _of("system", turns[number].messages) == _of("system", messages)]
+    return alike[-1] if alike and not _of("assistant", [*messages, *turns[alike[-1]].messages]) else None
+
+
+def path(turns: Sequence[Turn], number: int | None) -> list[Turn]:
+    """Returns a turn and all that it goes on from, the first one first."""
+    backwards = []
+    while number is not None:
+        backwards.append(turns[number])
+        number = turns[number].parent
+    return backwards[::-1]
 
 
 def prompt_ids(texts: ServedText, conversation: Conversation, beginning: str, turns: Sequence[Turn]) -> list[int]:
@@ -34,6 +63,28 @@ def prompt_ids(texts: ServedText, conversation: Conversation, beginning: str, tu
                 messages[number], sampled[number], at = written, texts.tags(turn.beginning) + ids, later + 1
                 break
     return texts.conversation(messages, conversation.tools, beginning, sampled, conversation.thinking)
+
+
+def _of(role: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [message for message in messages if message["role"] == role]
+
+
+def _extends(texts: ServedText, conversation: Conversation, turn: Turn) -> bool:
+    """Whether a conversation is a turn's prompt, its answer and more.
+
+    The answer may lack its thought, spaces around it, and calls that the client was not told.
+    """
+    messages, length = conversation.messages, len(turn.messages)
+    if not 0 < length < len(messages) or messages[length]["role"] != "assistant" or messages[:length] != turn.messages:
+        return False
+    text, said = turn.beginning + turn.text, messages[length]["content"].strip()
+    answer = texts.parser(conversation.tools, turn.beginning, conversation.thinking).parse(text)
+    told = [call["function"] for call in messages[length].get("tool_calls", ())]
+    calls = [call._asdict() for call in answer.calls]
+    if not told and said == text.strip():
+        return True
+    same_calls = bool(told) == bool(calls) and told == calls[: len(told)]
+    return same_calls and said in (answer.content.strip(), answer.text.strip())
 
 
 def _is_answer(message: dict[str, Any], text: str, parser: AnswerParser) -> bool:

@@ -23,11 +23,15 @@ from hgpo_jax.serving.text import ServedText
 
 
 class ServedPrompt(NamedTuple):
-    """A prompt's ids. beginning: the beginning of the answer that stands at their end. parser: that of the answers."""
+    """A prompt's ids.
+
+    beginning: the beginning of the answer that stands at their end. parser: that of the answers. parent: `Turn.parent`.
+    """
 
     ids: list[int]
     beginning: str = ""
     parser: AnswerParser = AnswerParser()
+    parent: int | None = None
 
 
 @dataclasses.dataclass
@@ -107,7 +111,8 @@ class Exchange:
         seed: int | np.ndarray = secrets.randbits(32) if request.seed is None else request.seed % 2**32
         decoding, first = usual.replace(**request.decoding), 0
         if session:
-            decoding, first = session.decoding or decoding, len(session.turns)
+            assert turn
+            decoding, first = session.decoding or decoding, session.sampling_number(turn.name)
             seed = seed if session.seed is None else session.seed
         limit = min(request.limit or engine.response_limit, engine.response_limit)
         self._responses = [
@@ -148,9 +153,13 @@ class Exchange:
         except Busy:
             message = "every slot is taken and as many requests wait as may; try again"
             raise ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded") from None
+        if self._session:
+            self._session.sampling += 1
         return self
 
     def __exit__(self, *_) -> None:
+        if self._session:
+            self._session.sampling -= 1
         self._cancel(range(len(self._responses)))
 
     def _cancel(self, indices: Iterable[int]) -> None:
@@ -178,6 +187,8 @@ class Exchange:
                 self.turn.tokens, self.turn.logp = response.whole.tokens, response.whole.logp
                 self.turn.text = response.text
                 self._session.add(self.turn)
+                self._session.sampling -= 1
+                self._session = None
             yield piece
 
 

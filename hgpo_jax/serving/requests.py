@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import BeforeValidator, Field
 
+from hgpo_jax.serving.tool_results import tool_state
 from hgpo_jax.utils.errors import one_line
 
 MAX_IGNORED = 16  # names of ignored fields that an answer's header holds
@@ -84,8 +85,10 @@ class Conversation:
             raise ApiError(400, "tool_choice: a call needs tools; give some, or leave it out", param="tool_choice")
 
     @property
-    def observation(self) -> str:
-        """The last message that is not the assistant's."""
+    def state(self) -> str:
+        """The results of the last tools (`tool_results.py`), or else the last message that is not the assistant's."""
+        if (state := tool_state(self.messages)) is not None:
+            return state
         return next((one["content"] for one in reversed(self.messages) if one["role"] != "assistant"), "")
 
 

@@ -1,7 +1,8 @@
 """Sessions: the requests of one episode of a program that plays with the policy, stored like a rollout's.
 
-A session's requests are answered one after the other, in order of arrival; each is a turn. The program posts rewards: with a
-turn's number while it plays, without one at the end.
+Each request is a turn, and the turns are a tree: one that extends an earlier turn's conversation continues that turn's branch,
+another opens a branch. Requests that name the same branch, or none, are answered one after the other, in order of arrival. The
+program posts rewards: to a turn or to a branch while it plays, and a last one at the end.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pydantic
@@ -33,31 +36,41 @@ class RewardRequest(Body):
 
     reward: added to that of the turn; if no turn is given, to that of the last turn, and the session ends.
     turn: its number, from 0; -1 is the last one so far.
+    branch: the number or the name of a branch, whose last turn so far it is.
     admissible: whether the turn's answer was usable; if not, it is penalized (`advantage.invalid_penalty`).
     success, state: with the session's end: whether it succeeded, by default unknown; the final observation.
     """
 
     reward: float
     turn: int | None = None
+    branch: int | str | None = None
     admissible: bool = True
     success: bool | None = None
     state: str = pydantic.Field("", max_length=MAX_STATE)
 
     @pydantic.model_validator(mode="after")
     def _at_the_end_only(self):
-        if self.turn is not None and (self.success is not None or self.state):
-            raise ValueError("success and state go with the session's end, without a turn")
+        if self.turn is not None and self.branch is not None:
+            raise ValueError("a reward goes to a turn or to a branch, not to both")
+        if not self.ends and (self.success is not None or self.state):
+            raise ValueError("success and state go with the session's end, without a turn or a branch")
         return self
+
+    @property
+    def ends(self) -> bool:
+        """Whether the session ends with it."""
+        return self.turn is None and self.branch is None
 
 
 class Place(Body):
-    """The place of a request: its session, that one's task, and the state for the step groups; each may be left out.
+    """The place of a request: its session, that one's task, its branch, and the state for the step groups; all optional.
 
-    They are given by headers (X-Session-Id, X-Task-Id, X-State-Key) or by the request's metadata (session_id, ...).
+    They are given by headers (X-Session-Id, X-Task-Id, ...) or by the request's metadata (session_id, ...).
     """
 
     session_id: str | None = pydantic.Field(None, pattern=r"^[\w.-]{1,100}$")
     task_id: str | None = pydantic.Field(None, max_length=MAX_STATE)
+    branch_id: str | None = pydantic.Field(None, pattern=r"^[\w.-]{1,100}$")
     state_key: str | None = pydantic.Field(None, max_length=MAX_STATE)
 
 
@@ -75,6 +88,8 @@ class Turn:
       whether the program could use the answer.
     beginning: that of the answer, if it is part of the prompt. key: the request's Idempotency-Key. delivered: whether the whole
       answer has been sent to a client that was still connected.
+    messages: those of the prompt; none if it is a text. parent: the number of the turn that it continues or branches off from;
+      None if it begins anew. name: the name of the branch in its request, "" without one. branch: its branch's number.
     """
 
     ids: list[int]
@@ -87,6 +102,18 @@ class Turn:
     delivered: bool = False
     reward: float = 0.0
     admissible: bool = True
+    messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    parent: int | None = None
+    name: str = ""
+    branch: int = 0
+
+
+@dataclasses.dataclass(eq=False)
+class _Waiting:
+    """A request from its arrival on. name: that of the only branch that it waits for; None: it waits for all."""
+
+    name: str | None
+    gone: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
 
 
 class Session:
@@ -103,6 +130,7 @@ class Session:
       state: the program's state after its last turn, if it reported one.
       ended: whether its last reward has been posted. spent: whether it has asked for more than its maximum turns.
       overflowed: whether its last request exceeded the longest prompt. lost: whether its program failed.
+      sampling: the number of turns that are being sampled.
     """
 
     def __init__(
@@ -116,9 +144,12 @@ class Session:
         self.name, self.task, self.decoding, self.seed, self.max_turns = name, task, decoding, seed, max_turns
         self.turns: list[Turn] = []
         self.state, self.ended, self.spent, self.overflowed, self.lost = "", False, False, False, False
+        self.sampling = 0
         self._success: bool | None = None
-        self._line, self._in_line = asyncio.Lock(), 0  # requests, one of which is being answered
-        self._moved_on = False  # whether there has been a new request since the last turn
+        self._in_line: list[_Waiting] = []  # in order of arrival
+        self._moved_on: set[str] = set()  # names of branches with a new request since their last turn
+        self._named: dict[str, int] = {}  # a branch's name -> its number
+        self._last: list[int] = []  # the number of each branch's last turn
         self._heard = time.monotonic()
 
     @property
@@ -139,54 +170,87 @@ class Session:
         """Notes that its program has begun."""
         self._heard = time.monotonic()
 
+    @property
+    def branches(self) -> int:
+        """The number of branches so far."""
+        return len(self._last)
+
     @contextlib.asynccontextmanager
-    async def in_line(self, seconds: float) -> AsyncIterator[None]:
-        """Waits until earlier requests have been answered; later ones wait for this one. Raises ApiError."""
-        self._in_line += 1
+    async def in_line(self, seconds: float, name: str | None = None) -> AsyncIterator[None]:
+        """Waits until earlier requests have been answered; later ones wait for this one. Raises ApiError.
+
+        name: that of the request's branch, "" if it names none; requests of other names are not waited for. None: all are.
+        """
+        before = [other for other in self._in_line if name is None or other.name in (None, name)]
+        self._in_line.append(request := _Waiting(name))
         try:
-            async with asyncio.timeout(seconds) as limit, self._line:
-                limit.reschedule(None)
-                if self.ended:
-                    raise ApiError(400, f"session {self.name} has ended: its last reward has been posted")
-                yield
+            await self._wait(before, seconds)
+            if self.ended:
+                raise ApiError(400, f"session {self.name} has ended: its last reward has been posted")
+            yield
+        finally:
+            self._in_line.remove(request)
+            request.gone.set()
+
+    async def _wait(self, requests: list[_Waiting], seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                for request in requests:
+                    await request.gone.wait()
         except TimeoutError:
-            if not limit.expired():
-                raise
             message = f"session {self.name}: its earlier requests were not done within {seconds:g} seconds"
             raise ApiError(504, message, "server_error", code="timeout") from None
-        finally:
-            self._in_line -= 1
 
-    def repeated(self, ids: list[int], key: str | None, again: bool) -> Turn | None:
-        """Returns the last turn if a request with this prompt asks for its answer again; None if it is a new turn.
+    def repeated(self, ids: list[int], name: str, key: str | None, again: bool) -> Turn | None:
+        """Returns the last turn of this name if a request with this prompt asks for its answer again; None if it is a new turn.
 
         A program may ask the same twice. So it is the same turn only if the answer has not been delivered, if both requests
         have this Idempotency-Key, or if the client says that it asks `again` and has made no new request since.
         """
-        last = self.turns[-1] if self.turns else None
-        if last and last.ids == ids and (not last.delivered or (key and key == last.key) or (again and not self._moved_on)):
+        last = next((turn for turn in reversed(self.turns) if turn.name == name), None)
+        moved_on = name in self._moved_on
+        if last and last.ids == ids and (not last.delivered or (key and key == last.key) or (again and not moved_on)):
             return last
-        self._moved_on |= not again
+        if not again:
+            self._moved_on.add(name)
         return None
 
     def check_turns(self) -> None:
         """Raises ApiError if the session already has its maximum number of turns."""
-        if len(self.turns) >= self.max_turns:
+        if len(self.turns) + self.sampling >= self.max_turns:
             self.spent = True
             raise ApiError(400, f"session {self.name} has had its {self.max_turns} turns", code="no_turns_left")
 
+    def sampling_number(self, name: str) -> int:
+        """Returns the number that distinguishes the samples of the next turn of this name.
+
+        It does not depend on turns of other names, which may be answered sooner or later.
+        """
+        place = sum(turn.name == name for turn in self.turns)
+        return zlib.crc32(f"{name}/{place}".encode()) >> 1 if name else place  # an i32
+
     def add(self, turn: Turn) -> None:
-        """Adds a turn that was sampled to its end."""
+        """Adds a turn that was sampled to its end, and decides its branch."""
+        turn.branch = self._branch_of(turn)
+        self._last[turn.branch : turn.branch + 1] = [len(self.turns)]
         self.turns.append(turn)
-        self._moved_on, self.overflowed, self._heard = False, False, time.monotonic()
+        self._moved_on.discard(turn.name)
+        self.overflowed, self._heard = False, time.monotonic()
+
+    def _branch_of(self, turn: Turn) -> int:
+        """Returns the branch of a new turn: the one that it names, its parent's if that one has no later turn, or a new one."""
+        if turn.name:
+            return self._named.setdefault(turn.name, self.branches)
+        branch = self.branches if turn.parent is None else self.turns[turn.parent].branch
+        return branch if branch == self.branches or self._last[branch] == turn.parent else self.branches
 
     def post(self, posted: RewardRequest) -> None:
         """Accepts a reward. Raises ApiError."""
         count = len(self.turns)
-        if not count and posted.turn is None:
+        if not count and posted.ends:
             self.ended = True  # without anything to learn from
             return
-        number = count - 1 if posted.turn is None else posted.turn
+        number = self._last_of(posted.branch) if posted.turn is None else posted.turn
         if not -count <= number < count:
             raise ApiError(400, f"turn: session {self.name} has {count} turns, counted from 0", param="turn")
         turn = self.turns[number]
@@ -194,12 +258,22 @@ class Session:
             raise ApiError(400, f"reward: {posted.reward} is too large", param="reward")
         turn.reward += posted.reward
         turn.admissible &= posted.admissible
-        if posted.turn is None:
+        if posted.ends:
             self.ended, self._success, self.state = True, posted.success, posted.state
+
+    def _last_of(self, branch: int | str | None) -> int:
+        """Returns the number of a branch's last turn; for None the session's. Raises ApiError."""
+        if branch is None:
+            return len(self.turns) - 1
+        number = self._named.get(branch, -1) if isinstance(branch, str) else branch
+        if not 0 <= number < self.branches:
+            raise ApiError(400, f"branch: session {self.name} has no branch {branch!r:.100}", param="branch")
+        return self._last[number]
 
     def describe(self) -> dict:
         """Describes the session for clients."""
-        return {"id": self.name, "object": "session", "turns": len(self.turns), "reward": self.reward, "ended": self.ended}
+        counts = {"turns": len(self.turns), "branches": self.branches}
+        return {"id": self.name, "object": "session", **counts, "reward": self.reward, "ended": self.ended}
 
 
 class Sessions:
@@ -233,11 +307,15 @@ class OpenSessions:
       max_turns: maximum turns of a session.
       most: maximum number of open sessions; beyond it, those that have been silent for an hour make room.
       done: called with each session that ends.
+
+    Attributes:
+      abandoned: the number of sessions with turns that have made room.
     """
 
     def __init__(self, max_turns: int, most: int, done: Callable[[Session], None]):
         self._max_turns, self._most, self._done = max_turns, most, done
         self._by_name: dict[str, Session] = {}
+        self.abandoned = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -264,6 +342,7 @@ class OpenSessions:
         """Drops sessions with nothing to keep, and those that seem to be abandoned."""
         for name, session in list(self._by_name.items()):
             if session.silent > (SILENT if session.turns else 0):
+                self.abandoned += bool(session.turns)
                 del self._by_name[name]
 
     def ended(self, session: Session) -> None:
@@ -318,4 +397,10 @@ def episodes_of(
                     truncated=last and session.spent and not session.ended,
                 ),
             )
-    return buffer.result(counts)
+    kept = [[] if number in failures else session.turns for number, session in enumerate(sessions)]
+    branches = [[turn.branch for turn in turns] for turns in kept]
+    counts["branches"] = sum(len(set(of_turns)) for of_turns in branches) / max(sum(map(bool, branches)), 1)
+    episodes, report = buffer.result(counts)
+    assert report is not None
+    parents = [[turn.parent for turn in turns] for turns in kept]
+    return RolloutResult(episodes, dataclasses.replace(report, branches=branches, parents=parents))

@@ -1,6 +1,7 @@
 """The web application: dialects of public APIs over an `Engine`.
 
     POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages    whole or streamed
+    POST /v1/messages/count_tokens                                             how long a prompt is
     POST /v1/sessions/NAME/reward                                              for a recorded episode (`sessions.py`)
     GET /v1/models, /health
 
@@ -30,9 +31,9 @@ from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
-from hgpo_jax.serving.anthropic_messages import Messages
+from hgpo_jax.serving.anthropic_messages import CountBody, Messages
 from hgpo_jax.serving.dialect import Dialect
-from hgpo_jax.serving.earlier_answers import prompt_ids
+from hgpo_jax.serving.earlier_answers import parent_of, path, prompt_ids
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
 from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions
@@ -50,6 +51,7 @@ DIALECTS: dict[str, type[Dialect]] = {
     "/v1/responses": Responses,
     "/v1/messages": Messages,
 }
+COUNT_TOKENS = "/v1/messages/count_tokens"
 GRACE = 30.0  # timeout in seconds for a body to arrive, and for the rest of an answer to be read
 TOO_LONG = "context_length_exceeded"
 
@@ -93,6 +95,7 @@ class Api:
                 Route("/v1/models", self._models),
                 Route("/v1/models/{name:path}", self._a_model),
                 Route("/v1/sessions/{name}/reward", self._reward, methods=["POST"]),
+                Route(COUNT_TOKENS, self._count_tokens, methods=["POST"]),
                 *(Route(path, functools.partial(self._endpoint, kind), methods=["POST"]) for path, kind in DIALECTS.items()),
             ],
             exception_handlers={kind: _respond_to_error for kind in (ApiError, HTTPException, ClientDisconnect, Exception)},
@@ -155,11 +158,18 @@ class Api:
             raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
         posted = parse(RewardRequest, await self._body(request))
         session = self._sessions.find(_key_of(request), request.path_params["name"])
-        async with session.in_line(self._time_limit):
+        async with session.in_line(self._time_limit, posted.branch if isinstance(posted.branch, str) else None):
             session.post(posted)
         if session.ended:
             self._sessions.ended(session)
         return JSONResponse(session.describe())
+
+    async def _count_tokens(self, request: Request) -> Response:
+        """Counts the tokens of a prompt, which may be longer than this server reads."""
+        counted = parse(CountBody, await self._body(request)).request()
+        self._check_model(counted.model)
+        prompt = await asyncio.to_thread(self._prompt_of, counted.prompt, (), "")
+        return JSONResponse({"input_tokens": len(prompt.ids)})
 
     async def _endpoint(self, kind: type[Dialect], request: Request):
         """Returns the answer to a request in a dialect, as an ASGI application."""
@@ -176,8 +186,9 @@ class Api:
         session = self._sessions.of(_key_of(request), place) if self._sessions is not None else None
         if session and sampling.n > 1:
             raise ApiError(400, f"n: {sampling.n} answers are no turn of a session; ask for one", param="n")
-        async with session.in_line(self._time_limit) if session else contextlib.nullcontext():
-            prompt = await self._prompt(sampling, session)
+        name = place.branch_id or ""
+        async with session.in_line(self._time_limit, name) if session else contextlib.nullcontext():
+            prompt = await self._prompt(sampling, session, name)
             turn = _turn(request, sampling, session, prompt, place) if session else None
             # Rejections come before a stream begins.
             with Exchange(
@@ -207,30 +218,23 @@ class Api:
         if exchange.turn:
             exchange.turn.delivered = True
 
-    async def _prompt(self, sampling: SamplingRequest, session: Session | None) -> ServedPrompt:
+    async def _prompt(self, sampling: SamplingRequest, session: Session | None, branch: str) -> ServedPrompt:
         """Encodes a prompt, in a session based on its earlier turns. Raises ApiError."""
         try:
-            return await asyncio.to_thread(self._encode, sampling.prompt, session.turns if session else ())
+            turns = list(session.turns) if session else []  # other branches may go on meanwhile
+            return await asyncio.to_thread(self._encode, sampling.prompt, turns, branch)
         except ApiError as error:
             if session and error.code == TOO_LONG:
                 session.check_turns()  # the length of a surplus turn does not matter
                 session.overflowed = True
             raise
 
-    def _encode(self, prompt: Conversation | str | list[int], turns: Sequence[Turn]) -> ServedPrompt:
+    def _encode(self, prompt: Conversation | str | list[int], turns: Sequence[Turn], branch: str) -> ServedPrompt:
         """Raises ApiError for a prompt that is none, or too long; the length of a text is checked first."""
         limit = self._engine.prompt_limit
         if (characters := sum(map(len, _texts_in(prompt)))) > limit * MAX_CHARACTERS_PER_TOKEN:
             raise ApiError(400, f"the prompt has {characters:,} characters, this server reads {limit:,} tokens", code=TOO_LONG)
-        if isinstance(prompt, Conversation):
-            beginning = self._texts.call_beginning(prompt.tools, prompt.call)
-            try:
-                ids = prompt_ids(self._texts, prompt, beginning, turns)
-            except ValueError as error:
-                raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
-            served = ServedPrompt(ids, beginning, self._texts.parser(prompt.tools, beginning, prompt.thinking))
-        else:
-            served = ServedPrompt(self._texts.prompt(prompt) if isinstance(prompt, str) else prompt)
+        served = self._prompt_of(prompt, turns, branch)
         if not served.ids:
             raise ApiError(400, "the prompt is empty")
         if max(served.ids) >= self._engine.vocabulary:
@@ -238,6 +242,19 @@ class Api:
         if len(served.ids) > limit:
             raise ApiError(400, f"the prompt has {len(served.ids):,} tokens, this server reads {limit:,} tokens", code=TOO_LONG)
         return served
+
+    def _prompt_of(self, prompt: Conversation | str | list[int], turns: Sequence[Turn], branch: str) -> ServedPrompt:
+        """Builds a prompt of any length. Raises ApiError for messages or tools that the chat template rejects."""
+        if isinstance(prompt, Conversation):
+            beginning = self._texts.call_beginning(prompt.tools, prompt.call)
+            try:
+                parent = parent_of(self._texts, prompt, turns, branch)
+                ids = prompt_ids(self._texts, prompt, beginning, turns if parent is None else path(turns, parent))
+            except ValueError as error:
+                raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
+            return ServedPrompt(ids, beginning, self._texts.parser(prompt.tools, beginning, prompt.thinking), parent)
+        ids = self._texts.prompt(prompt) if isinstance(prompt, str) else prompt
+        return ServedPrompt(ids, parent=parent_of(self._texts, Conversation([]), turns, branch))
 
     def _headers(self, dialect: Dialect, session: Session | None) -> dict[str, str]:
         """Returns an answer's headers, which tell what is ignored; new names are also logged."""
@@ -262,11 +279,23 @@ def _log_once(name: str, consequence: str) -> None:
 def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt: ServedPrompt, place: Place) -> Turn:
     """Returns the turn that a request becomes in its session, or that it repeats. Raises ApiError."""
     key, again = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0") != "0"
-    if turn := session.repeated(prompt.ids, key, again):
+    name = place.branch_id or ""
+    if turn := session.repeated(prompt.ids, name, key, again):
         return turn
     session.check_turns()
-    observation = sampling.prompt.observation if isinstance(sampling.prompt, Conversation) else str(sampling.prompt)
-    return Turn(prompt.ids, observation if place.state_key is None else place.state_key, beginning=prompt.beginning, key=key)
+    if isinstance(sampling.prompt, Conversation):
+        messages, state = sampling.prompt.messages, sampling.prompt.state
+    else:
+        messages, state = [], str(sampling.prompt)
+    return Turn(
+        prompt.ids,
+        state if place.state_key is None else place.state_key,
+        beginning=prompt.beginning,
+        key=key,
+        messages=messages,
+        parent=prompt.parent,
+        name=name,
+    )
 
 
 async def _stays(receive, exchange: Exchange) -> bool:
@@ -302,10 +331,11 @@ def _texts_in(prompt: Conversation | str | list[int]) -> Iterator[str]:
 
 
 def _refusal(request: Request, error: ApiError) -> Response:
+    kind = DIALECTS.get(request.url.path, Messages if request.url.path == COUNT_TOKENS else ChatCompletions)
     # The rest of the request is not read, so no other can follow it.
     headers = {"Connection": "close"} if error.status in (401, 403, 408, 413) else {}
     headers |= {"Retry-After": "1"} if error.status == 429 else {}
-    return JSONResponse(DIALECTS.get(request.url.path, ChatCompletions).error(error), error.status, headers)
+    return JSONResponse(kind.error(error), error.status, headers)
 
 
 async def _respond_to_error(request: Request, error: Exception) -> Response:

@@ -16,6 +16,7 @@ from hgpo_jax.utils.errors import RunError
 FEW_PEERS = 0.02  # of the steps after the first step, which all episodes of a prompt group share
 NEVER_WON = 10  # iterations with rewards above 0 but no success
 MANY_CUT = 0.05  # of the prompts
+MANY_FAILED = 0.1  # of the episodes of programs, by one cause
 LARGEST_RATIO = 1.2  # of the mean importance ratio of an iteration, or of its inverse
 LARGEST_KL = 0.1  # how far an update moves the policy, nats per token
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}  # between sampler and trainer, by policy.compute_dtype
@@ -82,6 +83,9 @@ class Alarms:
                 f"{cut:.0f} of {row['steps']:.0f} prompts were longer than rollout.prompt_limit without history, too, and "
                 "lost the middle of their observation; raise it"
             )
+        for name in (name for name in row if name.startswith("failed/") and row[name] > MANY_FAILED):
+            cause = name.removeprefix("failed/").replace("_", " ")
+            wrong[name] = f"{row[name]:.0%} of the episodes failed, by {cause}; the log says how the first one did"
         if failed:
             wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
         wrong |= self._about_the_environment(row)

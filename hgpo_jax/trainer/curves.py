@@ -68,6 +68,10 @@ GROUPS = (
     Panel("Variance within groups, by level", "hierarchy/s2_", "s² (return²)", "zero"),
     Panel("What depth can add", "hierarchy/rho", "rho", "zero"),
 )
+AGENTS = (
+    Panel("Failed episodes, by cause", "failed/", "share of episodes", "share"),
+    Panel("Branches of an episode", "branches", "branches", "zero"),
+)
 ROLES = (
     Panel("Turns by role", "by_role/turns/", "turns per episode", "zero"),
     Panel("Success where a role acted", "by_role/success/", "share of episodes", "share"),

@@ -57,9 +57,17 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
         result, of_one = _rewarded_rollout(job, params, iteration)
         counts = result.report.counts if result.report else {}
         return RolloutResult(punish_overlong(job, result.episodes), result.report), [of_one], counts
-    rollout = functools.partial(_rewarded_rollout, job, params, iteration)
+    reports = []
+
+    def rollout(attempt: int) -> tuple[RolloutResult, dict]:
+        result, of_one = _rewarded_rollout(job, params, iteration, attempt)
+        reports.append(result.report.counts if result.report else {})
+        return result, of_one
+
     batch, sums, filled = sample_informative(rollout, settings.prompt_groups, settings.group_size)
-    return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": filled}
+    means = [name for name in reports[0] if name.startswith("failed/") or name == "branches"]
+    further = {name: sum(counts[name] for counts in reports) / len(reports) for name in means}
+    return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": filled} | further
 
 
 def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:

@@ -9,6 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -18,15 +19,15 @@ URL, KEY, NAME = (os.environ[name] for name in ("OPENAI_BASE_URL", "OPENAI_API_K
 TASK, SPLIT = int(os.environ["HGPO_TASK"]), os.environ["HGPO_SPLIT"]
 
 
-def post(path, **body):
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+def post(path, headers=(), **body):
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json", **dict(headers)}
     request = urllib.request.Request(URL + path, json.dumps(body).encode(), headers)
     return json.load(urllib.request.urlopen(request, timeout=120))
 
 
-def ask(text):
+def ask(text, **headers):
     messages = [{"role": "user", "content": text}]
-    answer = post("/chat/completions", model="whatever", messages=messages, temperature=0, seed=1)
+    answer = post("/chat/completions", headers, model="whatever", messages=messages, temperature=0, seed=1)
     return answer["choices"][0]["message"]["content"]
 
 
@@ -59,6 +60,12 @@ if __name__ == "__main__":
             ask("hello")
             reward(0.5, turn=0)
             os.abort()
+        case "delegates":  # to two others, at the same time
+            ask("hello")
+            with ThreadPoolExecutor() as others:
+                list(others.map(lambda name: ask("hello", **{"X-Branch-Id": name}), "bc"))
+            reward(1, branch="c")
+            reward(0, success=True)
         case "overflows":
             ask("hello")
             ask("hello" * 99)

@@ -112,6 +112,17 @@ def test_what_an_answer_may_have_caused_is_lost(caplog):
     assert "5 of 6 episodes are lost, the first one: its command ended with 1: it is broken" in caplog.text
 
 
+@pytest.mark.slow
+def test_who_is_asked_at_the_same_time_is_a_branch_with_the_same_samples():
+    """Each is asked the same and has an answer of its own, whichever is sooner."""
+    answers = []
+    for _ in range(2):
+        e, report = played(PLAYER, "3=delegates", tasks=[3] * B)
+        assert report.counts["branches"] == 3 and e.mask.all() and e.success.all() and (e.rewards.sum(1) == 1).all()
+        answers.append([(said[0], set(said[1:])) for said in report.responses])
+    assert answers[0] == answers[1] and all(len({first, *others}) == 3 for first, others in answers[0])
+
+
 def test_tasks_to_train_on_and_held_out_ones():
     for stream, count in (("train", None), ("held_out", 10)):
         assert runner_of().select_tasks(stream, 3, range(25)) == task_numbers(stream, 3, np.arange(25), count)

@@ -273,3 +273,15 @@ def test_a_key_in_either_header(stage, key):
             assert status == (200 if name == "sesame" else 401), body
             assert status == 200 or json.loads(body)["error"]["type"] == "authentication_error"
     assert len(session.turns) == 1
+
+
+def test_tokens_are_counted_without_an_answer(stage):
+    """What is wrong is said as Anthropic does."""
+    body = USUAL[Messages] | {"tools": TOOLS[Messages]}
+    counted = {name: value for name, value in body.items() if name != "max_tokens"}
+    status, _, told = raw(stage.port, post(json.dumps(counted), "/v1/messages/count_tokens"))
+    _, _, answer = raw(stage.port, post(json.dumps(body), "/v1/messages"))
+    assert status == 200 and json.loads(told) == {"input_tokens": json.loads(answer)["usage"]["input_tokens"]}
+    assert len(stage.engine.prompts) == 1
+    status, _, told = raw(stage.port, post(json.dumps(counted | {"messages": []}), "/v1/messages/count_tokens"))
+    assert status == 400 and json.loads(told)["type"] == "error"

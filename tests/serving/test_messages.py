@@ -97,8 +97,23 @@ def test_a_conversation_goes_on_with_the_answers_blocks(stage):
     assert second.parse().content[0].text == "Good." and "x-ignored" not in second.headers
     before, after = stage.sessions._by_name["a"].turns
     sampled = before.ids + before.tokens
-    assert after.ids[: len(sampled)] == sampled and after.state == "A desk."
+    assert after.ids[: len(sampled)] == sampled and after.state == 'look {"at":"a désk"}\nA desk.'
     assert client.post("/v1/sessions/a/reward", body={"reward": 1}, cast_to=object)["turns"] == 2
+
+
+def test_a_prompt_is_counted_as_it_is_read(stage):
+    """No answer is sampled for it, and it may be longer than the server reads."""
+    import anthropic
+
+    client = client_of(stage.port)
+    asked = {"model": "tiny", "messages": HELLO, "system": "Be brief.", "tools": [LOOK], "tool_choice": {"type": "any"}}
+    counted = client.messages.count_tokens(**asked).input_tokens
+    assert counted == client.messages.create(**asked, max_tokens=9).usage.input_tokens
+    assert len(stage.engine.prompts) == 1
+    long = [{"role": "user", "content": "x" * (stage.engine.prompt_limit + 1)}]
+    assert client.messages.count_tokens(model="tiny", messages=long).input_tokens > stage.engine.prompt_limit
+    with pytest.raises(anthropic.NotFoundError, match="'tiny' is"):
+        client.messages.count_tokens(**asked | {"model": "gpt"})
 
 
 def test_an_answer_that_is_cut_or_no_call_says_so(stage):

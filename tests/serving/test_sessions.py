@@ -60,7 +60,8 @@ def test_a_session_is_what_was_sampled(recorded, policy, ended):
     first = ask(recorded)
     second = ask(recorded, extra_headers={}, metadata={"session_id": "a", "state_key": "elsewhere"}, temperature=0.7)
     other = ask(recorded, extra_headers={})  # of no session
-    assert reward(recorded, reward=0.5, turn=0) == {"id": "a", "object": "session", "turns": 2, "reward": 0.5, "ended": False}
+    counts = {"turns": 2, "branches": 2}  # the same conversation once more
+    assert reward(recorded, reward=0.5, turn=0) == {"id": "a", "object": "session", **counts, "reward": 0.5, "ended": False}
     reward(recorded, reward=0, turn=-1, admissible=False)
     assert reward(recorded, reward=2, success=False, state="the end")["reward"] == 2.5
     (session,) = ended
@@ -96,6 +97,11 @@ def test_a_stop_string_ends_what_is_recorded(recorded, ended):
         (lambda c: reward(c, "nobody", reward=1), "there is no session 'nobody', or it has ended"),
         (lambda c: [ask(c), reward(c, reward=1, turn=1)], "turn: session a has 1 turns, counted from 0"),
         (lambda c: [ask(c), reward(c, reward=1, turn=-2)], "turn: session a has 1 turns"),
+        (lambda c: [ask(c), reward(c, reward=1, branch=1)], "branch: session a has no branch 1"),
+        (lambda c: [ask(c), reward(c, reward=1, branch="0")], "branch: session a has no branch '0'"),
+        (lambda c: [ask(c), reward(c, reward=1, branch=0, turn=0)], "a reward goes to a turn or to a branch"),
+        (lambda c: [ask(c), reward(c, reward=1, branch=0, success=True)], "success and state go with the session's end"),
+        (lambda c: ask(c, metadata={"branch_id": "a b"}), "branch_id: String should match pattern"),
         (lambda c: [ask(c), reward(c, reward=1e39)], "is too large"),
         (lambda c: [ask(c), reward(c, reward=1, turn=0, success=True)], "success and state go with the session's end"),
         (lambda c: [ask(c), reward(c, reward=1, score=1)], "score: this server has no such field"),
@@ -152,7 +158,7 @@ def test_who_waits_for_an_answer_or_has_played_lately_is_not_forgotten():
     with full():
         asked("c")
     second._heard -= SILENT
-    assert asked("c").name == "c" and len(sessions) == 1
+    assert asked("c").name == "c" and len(sessions) == 1 and sessions.abandoned == 1
 
 
 def test_without_recording_there_are_no_sessions(port, client):

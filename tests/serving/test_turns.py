@@ -77,7 +77,7 @@ def in_thread(call, *given, **more):
 
 
 def test_requests_of_a_session_wait_for_each_other(port, slow, sessions, ended):
-    waiting = lambda: sessions._by_name["a"]._in_line  # noqa: E731
+    waiting = lambda: len(sessions._by_name["a"]._in_line)  # noqa: E731
     results = []
     end = lambda: client_of(port).post("/sessions/a/reward", body={"reward": 1}, cast_to=object)["turns"]  # noqa: E731
     one, three, four = (lambda text=text: ask(port, text) for text in ("one", "three", "four"))
@@ -104,7 +104,7 @@ def test_who_waits_too_long_for_the_turn_is_told(slow, sessions, policy):
     with served(slow, policy, sessions=sessions, time_limit=0.3) as port:
         results = [in_thread(ask, port, text) for text in "xy"]
         assert all("0.3 seconds" in result() for result in results)
-        wait_until(lambda: sessions._by_name["a"]._in_line == 0)
+        wait_until(lambda: not sessions._by_name["a"]._in_line)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -164,7 +164,7 @@ def test_a_turn_whose_client_is_gone_at_its_end_is_not_delivered(port, slow, ses
         add = session.add
         session.add = lambda turn: (add(turn), connection.close(), told.wait(0.3))  # its loop learns of it after this
         go()
-        wait_until(lambda: session._in_line == 0)
+        wait_until(lambda: not session._in_line)
     assert [turn.delivered for turn in session.turns] == [False]
     assert ask(port, "x") == "1" and len(session.turns) == 1
 

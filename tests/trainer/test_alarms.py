@@ -71,6 +71,14 @@ def test_what_is_odd_about_an_environment_is_said_once(rows, said):
         assert bool(Alarms(load(), earlier[:9]).check(row(9, **rows[9]))) == bool(said)
 
 
+def test_causes_by_which_many_programs_fail_are_said_once_each():
+    alarms = Alarms(load())
+    assert alarms.check(row(0, **{"failed/crash": 0.1, "failed/no_reward": 0.0})) == []
+    (said,) = alarms.check(row(1, **{"failed/crash": 0.05, "failed/no_reward": 0.25}))
+    assert said.startswith("iteration 2: 25% of the episodes failed, by no reward")
+    assert len(alarms.check(row(2, **{"failed/crash": 0.5, "failed/no_reward": 0.25}))) == 1
+
+
 def test_a_failing_reward_function_is_said_once():
     alarms = Alarms(load())
     assert alarms.check(row(0, **{"reward/failed": 3.0})) == [

@@ -82,6 +82,15 @@ def test_dynamic_sampling_keeps_groups_with_different_rewards_in_their_order():
     assert metrics["steps"] == first.mask.sum() + second.mask.sum()
 
 
+def test_dynamic_sampling_says_by_what_programs_failed_in_all_rollouts():
+    job = fake_job([], "dapo")
+    left = [RolloutResult(episodes(n, [MIXED, MIXED, WON, LOST]), types.SimpleNamespace(failures={}, counts=counts))
+            for n, counts in enumerate(({"failed/crash": 0.5, "other": 1}, {"failed/crash": 0.25, "other": 1}))]  # fmt: skip
+    job.runner.rollout = lambda *_: left.pop(0)
+    _, metrics = sample(job)
+    assert metrics["failed/crash"] == 0.375 and "other" not in metrics and not left
+
+
 def test_dynamic_sampling_ends_after_its_tries_and_leaves_places_empty():
     batches = [episodes(n, [LOST, MIXED if n == 2 else LOST, WON, WON]) for n in range(5)]
     kept, metrics = sample(fake_job(batches, "dapo"))
