@@ -19,10 +19,10 @@ from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.learner import losses
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
+from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of
 from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import (
-    aggregation,
     make_logprobs,
     make_map,
     make_policy_loss,
@@ -354,7 +354,7 @@ def _make_policy_update(job: Job, policy: PolicySetup):
         learned = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.shape[0]) < count)
         mask = batch.response_mask() & learned[:, None]
         weights, correction = losses.rollout_correction(old_logp, batch.old_logp, mask, level=level)
-        if method.loss == "gspo":  # advantages and, as `check_together` ensures, weights belong to whole responses
+        if name_of(learner, method) in WHOLE_RESPONSES:  # as `check_together` ensures, advantages and weights do, too
             weighted = batch.advantages * weights[:, 0]
         else:
             weighted = (batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None]) * weights

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.learner import losses
+from hgpo_jax.learner.fiber import fiber_loss
 
 N, R = 6, 5
 RNG = np.random.default_rng(0)
@@ -94,6 +95,7 @@ LOSSES = {
     "no dual clip": lambda new, old, mask: losses.policy_loss(new, old, ADVANTAGES, mask, dual_clip=None),
     "gspo": lambda new, old, mask: losses.gspo_loss(new, old, ADVANTAGES, mask),
     "kpo": lambda new, old, mask: losses.kpo_loss(new, old, ADVANTAGES, mask),
+    "fiber": lambda new, old, mask: fiber_loss(new, old, ADVANTAGES, mask),
     "kl": lambda new, old, mask: losses.kl_loss(new, old, mask),
     "value": lambda new, old, mask: losses.value_loss(new, old, OLD + 1, mask),
 }
