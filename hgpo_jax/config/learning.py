@@ -76,9 +76,15 @@ class LearnerConfig(OptimizerConfig):
     )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
-    rollout_correction: Literal["none", "token", "sequence"] = field(
-        "none", "truncated importance weights, at most 2, for a sampler that differs from the trainer, by token or response"
+    rollout_correction: Literal["none", "token", "sequence", "mask"] = field(
+        "none",
+        "for a sampler that differs from the trainer: truncated importance weights, at most 2, by token or response; or a "
+        "mask of the tokens whose probabilities differ too much, as in HisPO",
     )
+    mask_response: float = field(
+        0.1, "mask: limit of |g - 1|, with g the geometric mean of a response's ratios of trainer to sampler", gt=0
+    )
+    mask_token: float = field(0.5, "mask: limit of |ratio of trainer to sampler - 1| of a token", gt=0)
     unfinished: Literal["train", "mask"] = field(
         "train",
         "answers cut at their limit; mask: their tokens are left out of the policy's loss, while their steps still "

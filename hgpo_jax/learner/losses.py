@@ -249,6 +249,26 @@ def rollout_correction(
     return jnp.broadcast_to(weights, mask.shape), stats
 
 
+def mismatch_mask(
+    logp: jax.Array, sampled_logp: jax.Array, mask: jax.Array, *, response_limit: float, token_limit: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Computes HisPO's weights of 0 and 1 for tokens drawn by another policy (arXiv 2603.21065, eq. 8 and 9).
+
+    With p, q, logp and sampled_logp as in `rollout_correction`, a token counts if its p / q is less than `token_limit` from
+    1, and the geometric mean of p / q over its response less than `response_limit`. The ratio of the loss stays that to the
+    sampler, and the tokens that do not count stay in its denominator. The paper does not give its limits.
+
+    Returns: (weights f32[N, R], statistics f32[]: `weight`, the mean weight, which is the share that counts, and `kl`).
+    """
+    mask = mask.astype(bool)
+    log_ratio = log_ratios(logp, sampled_logp, mask)
+    mean = jnp.sum(log_ratio, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+    off_by = lambda log_ratio: jnp.abs(jnp.expm1(jnp.minimum(log_ratio, MAX_LOG_RATIO)))  # noqa: E731
+    weights = ((off_by(mean) < response_limit) & (off_by(log_ratio) < token_limit)).astype(jnp.float32)
+    values = {"weight": weights, "kl": _approx_kl(log_ratio)}
+    return weights, {name: divide(reduce_tokens(value, mask, "token-mean")) for name, value in values.items()}
+
+
 def log_ratios(new_logp: jax.Array, old_logp: jax.Array, mask: jax.Array) -> jax.Array:
     """Computes new - old, 0 outside the mask; masks before subtracting, because a gradient through inf times 0 is nan."""
     return jnp.where(mask, new_logp, 0.0) - jnp.where(mask, old_logp, 0.0)

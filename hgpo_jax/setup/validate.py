@@ -109,8 +109,8 @@ def _check_loss(config: Config, method: Method) -> None:
     learner, loss = config.learner, loss_table.name_of(config.learner, method)
     loss_table.check_loss(learner, method)
     of = f"learner.loss={loss}" if learner.loss else f"method={config.method}"
-    if loss in loss_table.WHOLE_RESPONSES and learner.rollout_correction == "token":
-        raise ConfigError(f"learner.rollout_correction=token: {of} weighs whole responses; give sequence, or none")
+    if loss in loss_table.WHOLE_RESPONSES and (by_token := learner.rollout_correction) in ("token", "mask"):
+        raise ConfigError(f"learner.rollout_correction={by_token}: {of} weighs whole responses; give sequence, or none")
     if loss in loss_table.WHOLE_RESPONSES and method.parts:
         raise ConfigError(f"{of}: weighs whole responses; the parts of an answer of method={config.method} differ")
     options = loss_table.options(learner, method)
@@ -158,6 +158,10 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
         **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
+        "learner.mask_": (
+            config.learner.rollout_correction == "mask",
+            "nothing is masked; give learner.rollout_correction=mask",
+        ),
         "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
     }
     for override in overrides:

@@ -353,13 +353,17 @@ def _make_policy_update(job: Job, policy: PolicySetup):
         old_logp = mapped((cast(params, config.policy.compute_dtype), reference), batch, order, count)
         learned = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.shape[0]) < count)
         mask = batch.response_mask() & learned[:, None]
-        weights, correction = losses.rollout_correction(old_logp, batch.old_logp, mask, level=level)
+        if level == "mask":
+            limits = {"response_limit": learner.mask_response, "token_limit": learner.mask_token}
+            weights, correction = losses.mismatch_mask(old_logp, batch.old_logp, mask, **limits)
+        else:
+            weights, correction = losses.rollout_correction(old_logp, batch.old_logp, mask, level=level)
         if name_of(learner, method) in WHOLE_RESPONSES:  # as `check_together` ensures, advantages and weights do, too
             weighted = batch.advantages * weights[:, 0]
         else:
             weighted = (batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None]) * weights
         difference = jnp.where(mask, jnp.abs(old_logp - batch.old_logp), 0.0).max(initial=0.0)
-        batch = batch.replace(old_logp=old_logp, advantages=weighted)
+        batch = batch.replace(old_logp=batch.old_logp if level == "mask" else old_logp, advantages=weighted)
         params, opt_state, stats = update(params, opt_state, reference, batch, order, count, lr_scale)
         stats |= {f"correction/{name}": value for name, value in correction.items()} | {"logp_difference": difference}
         return params, opt_state, stats

@@ -23,6 +23,8 @@ RELEASED = {
     "env.compiled": None,
     "env.strict": False,  # agent_system/environments: a response is valid by its form alone
     # Their old log-probabilities are the trainer's, and nothing weighs the sampler's in.
+    "learner.mask_response": 0.1,  # not read
+    "learner.mask_token": 0.5,
     "learner.rollout_correction": "none",
     "policy.compute_dtype": "bfloat16",  # D rollout.dtype, and FSDP's mixed precision
     "lora.rank": 0,  # D model.lora_rank
