@@ -40,7 +40,7 @@ METHODS = (
     "kpo",
     "ppo",
 )
-LOSSES = ("clip", "fiber", "gspo", "kpo")
+LOSSES = ("clip", "egpo", "fiber", "gspo", "hicra", "kpo")
 # The built-in environments with several roles, and those roles.
 ROLES = {
     "household_team": ("searcher", "carrier"),

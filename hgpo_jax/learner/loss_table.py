@@ -23,6 +23,7 @@ from hgpo_jax.envs import user_code
 from hgpo_jax.learner import losses
 from hgpo_jax.learner.fiber import fiber_loss
 from hgpo_jax.learner.methods import Method
+from hgpo_jax.learner.planning import egpo_loss, hicra_loss
 from hgpo_jax.utils.errors import ConfigError, one_line
 from hgpo_jax.utils.untraceable import untraceable
 
@@ -30,16 +31,22 @@ PolicyLoss = Callable[..., tuple[jax.Array, losses.Stats]]
 
 LOSSES: dict[str, PolicyLoss] = {
     "clip": losses.policy_loss,
+    "egpo": egpo_loss,
     "fiber": fiber_loss,
     "gspo": losses.gspo_loss,
+    "hicra": hicra_loss,
     "kpo": losses.kpo_loss,
 }
 # Losses for which a response has one advantage and one importance weight.
 WHOLE_RESPONSES = ("gspo",)
-ARRAYS = ("entropy",)  # f32[N, R], of the policy at each token
+# The policy's entropy at each token, f32[N, R]; tokens in the parts of an answer before its action, bool[N, R].
+ARRAYS = ("entropy", "planning")
 FIELDS = ("clip_low", "clip_high", "aggregate")  # options that are fields of `LearnerConfig`
 FORM = "write it as loss(logp, old_logp, advantages, mask, *, options) -> (loss, stats)"
-_LENGTHS = np.array([3, 1, 2, 0])  # tokens of the responses that a user's loss is checked with
+# The responses that a user's loss is checked with: their tokens, of which the first plans, and entropies.
+_LENGTHS = np.array([3, 1, 2, 0])
+_PLANNING = (np.arange(3) < 1) & (_LENGTHS > 0)[:, None]
+_ENTROPY = np.ones((4, 3), np.float32)
 
 
 def name_of(config: LearnerConfig, method: Method) -> str:
@@ -111,7 +118,7 @@ def check_loss(config: LearnerConfig, method: Method) -> None:
         return
     for by_token in (False, True):
         try:
-            result = jax.eval_shape(loss, *_small_batch(by_token), entropy=np.ones((4, 3), np.float32))
+            result = jax.eval_shape(loss, *_small_batch(by_token), entropy=_ENTROPY, planning=_PLANNING)
         except Exception as error:  # any error of the user's code
             shape = "[4, 3]" if by_token else "[4]"
             why = untraceable(loss_named(name), error)
@@ -136,12 +143,12 @@ def check_loss_numbers(config: LearnerConfig, method: Method) -> None:
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def numerator(logp: jax.Array, entropy: jax.Array) -> tuple[jax.Array, losses.Stats]:
-        _, stats = loss(logp, *others, entropy=entropy)
+        _, stats = loss(logp, *others, entropy=entropy, planning=_PLANNING)
         return stats["loss"][0], stats
 
-    mask, entropy = others[-1], np.ones((4, 3), np.float32)
-    (value, stats), gradient = numerator(logp, entropy)
-    beyond, _ = numerator(np.where(mask, logp, -7), np.where(mask, entropy, 7))
+    mask = others[-1]
+    (value, stats), gradient = numerator(logp, _ENTROPY)
+    beyond, _ = numerator(np.where(mask, logp, -7), np.where(mask, _ENTROPY, 7))
     counted = mask.sum() if aggregation(config, method) == "token-mean" else (_LENGTHS > 0).sum()
     fault = ""
     if not np.isfinite(jnp.stack(jax.tree.leaves(stats))).all():

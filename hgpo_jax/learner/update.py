@@ -93,12 +93,18 @@ def make_logprobs(
 
 
 def make_policy_loss(
-    model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()
+    model: ModelConfig,
+    config: LearnerConfig,
+    method: Method,
+    temperature: float,
+    roles: Sequence[str] = (),
+    plan_words: int = 0,
 ) -> Loss:
     """Builds the configured loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
 
     Params and reference as for `make_logprobs`; with a KL, reference is always read. With several roles, which
-    `batch.agents` index, there are statistics for each.
+    `batch.agents` index, there are statistics for each. plan_words: words of an answer before its action, for losses that
+    ask which tokens plan.
     """
     logprobs, plain = make_logprobs(model, temperature, config.remat), network(dataclasses.replace(model, lora=None))
     aggregate, surrogate = loss_table.aggregation(config, method), loss_table.configured(config, method)
@@ -106,7 +112,8 @@ def make_policy_loss(
     def loss(params: Any, reference: Any, batch: TrainingBatch) -> tuple[jax.Array, losses.Stats, jax.Array]:
         mask = batch.response_mask()
         logp, entropy = logprobs(params, reference, batch)
-        _, stats = surrogate(logp, batch.old_logp, batch.advantages, mask, entropy=entropy)
+        further = {"entropy": entropy, "planning": mask & (jnp.arange(mask.shape[1]) < plan_words) if plan_words else None}
+        _, stats = surrogate(logp, batch.old_logp, batch.advantages, mask, **further)
         total = stats["loss"][0]
         tokens = {"entropy": entropy}
         if config.kl_weight:
@@ -121,7 +128,7 @@ def make_policy_loss(
         difference = jnp.where(mask, jnp.abs(logp - batch.old_logp), 0.0)
         if len(roles) > 1:
             others = batch.old_logp, batch.advantages, mask
-            slope = jax.grad(lambda logp: surrogate(logp, *others, entropy=entropy)[1]["loss"][0])(jax.lax.stop_gradient(logp))
+            slope = jax.grad(lambda logp: surrogate(logp, *others, **further)[1]["loss"][0])(jax.lax.stop_gradient(logp))
             assert batch.agents is not None
             stats |= role_stats(roles, batch.agents, mask, tokens, slope)
         return total, stats, difference.max(initial=0.0)

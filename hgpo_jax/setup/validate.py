@@ -93,15 +93,16 @@ def _check_method(config: Config, method: Method, entry: Environment, rollout_ba
     name = config.method
     if config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES:
         raise ConfigError(f"rollout.group_size=1: method={name} compares a task's episodes with each other; give 2 or more")
-    # The environment is made only for a method that needs it: ALFWorld's would load its games.
-    if method.parts and not (
-        rollout_backend == "compiled" and hasattr(entry.compiled and entry.compiled(config), "answer_parts")
-    ):
+    _check_loss(config, method)
+    loss = loss_table.name_of(config.learner, method)
+    plans = "planning" in loss_table.parameters(loss)[0]
+    needing = f"method={name}" if method.parts else f"learner.loss={loss}" if plans else ""
+    # The environment is made only for what needs its parts: ALFWorld's would load its games.
+    if needing and not (rollout_backend == "compiled" and hasattr(entry.compiled and entry.compiled(config), "answer_parts")):
         raise ConfigError(
-            f"method={name}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
+            f"{needing}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
             "have; give env.name=household_subgoals, or one of your own with answer_parts"
         )
-    _check_loss(config, method)
 
 
 def _check_loss(config: Config, method: Method) -> None:

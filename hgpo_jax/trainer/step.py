@@ -19,7 +19,7 @@ from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.learner import losses
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
-from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of
+from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of, parameters
 from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import (
@@ -338,7 +338,9 @@ def _make_policy_update(job: Job, policy: PolicySetup):
     """Returns (optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
     config, method, learner = policy.settings, job.method, policy.settings.learner
     optimizer = make_optimizer(learner.lr, learner.warmup_steps, learner.grad_clip, weight_decay=learner.weight_decay)
-    loss = make_policy_loss(policy.model, config.learner, method, config.rollout.temperature, job.runner.roles)
+    plans = "planning" in parameters(name_of(learner, method))[0]
+    plan_words = sum(_planning(job).answer_parts[:2]) if plans else 0
+    loss = make_policy_loss(policy.model, learner, method, config.rollout.temperature, job.runner.roles, plan_words)
     per_token = aggregation(config.learner, method) == "token-mean"
     update = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
     level = config.learner.rollout_correction

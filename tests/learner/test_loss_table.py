@@ -58,6 +58,7 @@ def open(logp, old_logp, advantages, mask):
 def miscounted(logp, old_logp, advantages, mask):
     return with_loss(reduce_tokens(-logp * by_token(advantages), mask, "token-mean"), {})
 """
+ENTROPY = np.ones((N, R), np.float32)
 PLAIN = LearnerConfig(kl_weight=0, entropy_weight=0)
 
 
@@ -70,7 +71,7 @@ def here(tmp_path):
 def value(name, method="hgpo", **fields):
     """The configured loss of the arrays of `test_losses.py`."""
     loss = loss_table.configured(PLAIN.model_copy(update={"loss": name, **fields}), METHODS[method])
-    return loss(NEW, OLD, ADVANTAGES, MASK, entropy=np.ones((N, R), np.float32))[0]
+    return loss(NEW, OLD, ADVANTAGES, MASK, entropy=ENTROPY, planning=MASK)[0]
 
 
 def test_names_are_those_of_the_table():
@@ -82,7 +83,8 @@ def test_a_loss_is_the_same_with_every_method(method):
     """A method's clips belong to the method's own loss."""
     for name, function in loss_table.LOSSES.items():
         if name != METHODS[method].loss:
-            np.testing.assert_array_equal(value(name, method), function(NEW, OLD, ADVANTAGES, MASK)[0])
+            arrays = {array: {"entropy": ENTROPY, "planning": MASK}[array] for array in loss_table.parameters(name)[0]}
+            np.testing.assert_array_equal(value(name, method), function(NEW, OLD, ADVANTAGES, MASK, **arrays)[0])
     assert value("", "dapo") == value("clip", "dapo") != value("clip", "hgpo")
     assert value("", "gagpo") == value("gspo", "gagpo") != value("gspo", "hgpo")
 
@@ -124,7 +126,7 @@ def test_a_loss_of_ones_own(here):
 @pytest.mark.parametrize(("name", "said"), [
     ("none", "has no none"),
     ("few", "is not a loss; write it as loss(logp, old_logp, advantages, mask, *, options) -> (loss, stats)"),
-    ("needing", "needs colour; an update has entropy besides the four arrays, and options need a default"),
+    ("needing", "needs colour; an update has entropy, planning besides the four arrays, and options need a default"),
     ("flat", "with advantages of shape [4], line 11, `return with_loss(reduce_tokens(-(logp - old_logp) * advantages, mask"),
     ("alone", "does not return (loss, stats) with pairs of scalars in stats, one of them `loss`; return with_loss(reduce_"),
     ("wide", "does not return (loss, stats) with pairs of scalars"),
