@@ -119,6 +119,7 @@ FILE = Path(__file__).with_name("cispo.py")
 CISPO = [f"method={FILE}:compared", f"learner.loss={FILE}:cispo", "learner.loss_options.weight_cap=1.5"]
 
 
+@pytest.mark.slow
 def test_a_method_in_one_file_is_accepted_and_its_loss_is_the_formula(mine):
     config = load(None, CISPO)
     check_together(config)

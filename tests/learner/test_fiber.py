@@ -39,6 +39,7 @@ def ratios(z, **options):
     return -loss(one) * z.shape[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("z", "expected"), WORKED)
 def test_worked_numbers(z, expected):
     np.testing.assert_allclose(gated(z), expected, atol=1e-6)
@@ -51,7 +52,7 @@ def test_the_rollback_falls_to_zero_beyond_its_budget(x, expected):
     np.testing.assert_allclose(g(x, 0.12, 3), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize("shrink", [1.0, 0.05])
+@pytest.mark.parametrize("shrink", [1.0, pytest.param(0.05, marks=pytest.mark.slow)])
 def test_loss_is_the_papers(shrink):
     new = np.float32(OLD + shrink * (NEW - OLD))
     loss, stats = fiber_loss(new, OLD, ADVANTAGES, MASK)
@@ -63,6 +64,7 @@ def test_loss_is_the_papers(shrink):
     assert stats["fiber_rollback"] == (sum(beyond), len(rows))
 
 
+@pytest.mark.slow
 def test_the_gradient_is_the_plain_ratios_where_nothing_is_clipped():
     """Exactly at the old policy, and near it."""
     for away in (0.0, 0.02):

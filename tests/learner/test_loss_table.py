@@ -78,6 +78,7 @@ def test_names_are_those_of_the_table():
     assert tuple(loss_table.LOSSES) == NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["hgpo", "gigpo", "ppo", "gspo", "dapo", "gagpo"])
 def test_a_loss_is_the_same_with_every_method(method):
     """A method's clips belong to the method's own loss."""
@@ -142,6 +143,7 @@ def test_a_loss_that_cannot_be_learned_from_is_refused_before_work_starts(here, 
     assert str(caught.value).startswith("learner.loss=") and "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_the_entropy_of_each_token_reaches_the_loss(here):
     """Through the update's own loss, whose value a bonus moves by its share of the mean entropy where the ratio is 1."""
     rng = np.random.default_rng(0)

@@ -42,6 +42,7 @@ def test_egpo_worked_numbers(advantage, entropy, expected):
     assert loss == pytest.approx(-expected)
 
 
+@pytest.mark.slow
 def test_a_batch_is_that_of_the_clipped_surrogate_with_other_advantages():
     shaped, uncertain = np.zeros((2, N, R), np.float32)
     for i in range(N):
@@ -59,10 +60,14 @@ def test_a_batch_is_that_of_the_clipped_surrogate_with_other_advantages():
     assert not slope.any()
 
 
-def test_planning_tokens_are_the_parts_before_the_action():
+def test_an_environment_without_plans_is_refused():
     check_together(load(None, ["learner.loss=egpo", "env.name=household_subgoals"]))
     with refused("learner.loss=hicra: needs answers with switch, subgoal and action parts, which env.name=", ConfigError):
         check_together(load(None, ["learner.loss=hicra"]))
+
+
+@pytest.mark.slow
+def test_planning_tokens_are_the_parts_before_the_action():
     rng = np.random.default_rng(0)
     rows = TrainingBatch(
         prompts=rng.integers(0, WORDS, (4, 3)), prompt_lengths=np.full(4, 3), responses=rng.integers(0, WORDS, (4, 3)),
