@@ -30,7 +30,7 @@ from hgpo_jax.envs.command_line import nearest, one_line
 
 # Groups of entry points.
 ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.rollout.environments", "hgpo_jax.estimators", "hgpo_jax.rollout.rewards"
-STATE_KEYS = "hgpo_jax.state_keys"
+LOSSES, STATE_KEYS = "hgpo_jax.losses", "hgpo_jax.state_keys"
 
 GYMNASIUM = "gymnasium:"
 

@@ -8,10 +8,10 @@ from hgpo_jax.config.describe import COMMON, completions, describe
 from hgpo_jax.config.earlier_fields import REMOVED, drop_removed
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.load import CONFIGS, dump, load, named_files, read_fields, read_yaml, resolve
+from hgpo_jax.config.open_fields import OPEN
 from hgpo_jax.config.overrides import SHORT
 from hgpo_jax.config.roles import RoleConfig
 from hgpo_jax.config.schema import (
-    OPEN,
     Config,
     EnvConfig,
     EvaluationConfig,

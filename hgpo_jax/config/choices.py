@@ -1,7 +1,7 @@
 """The names that fields of the configuration accept, apart from the objects that they stand for.
 
 Importing those also imports jax and flax, which takes seconds, and a mistyped field should be rejected before that. The tables
-of `rollout/environments.py` and `learner/methods.py` have these names (tests/config/test_config.py).
+of `rollout/environments.py`, `learner/methods.py` and `learner/loss_table.py` have these names (tests/config/test_config.py).
 """
 
 from typing import Literal
@@ -40,6 +40,7 @@ METHODS = (
     "kpo",
     "ppo",
 )
+LOSSES = ("clip", "egpo", "fiber", "gspo", "hicra", "kpo")
 # The built-in environments with several roles, and those roles.
 ROLES = {
     "household_team": ("searcher", "carrier"),

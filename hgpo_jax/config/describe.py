@@ -5,8 +5,9 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable
 
+from hgpo_jax.config.open_fields import OPEN, choices
 from hgpo_jax.config.roles import RoleConfig
-from hgpo_jax.config.schema import OPEN, Config, choices, fields, literals, role_fields
+from hgpo_jax.config.schema import Config, fields, literals, role_fields
 
 # The fields that `--help` shows; the others are behind `--help-all`.
 COMMON = (

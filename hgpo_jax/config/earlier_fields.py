@@ -66,6 +66,7 @@ INSTEAD = {  # removed fields of which a constant does not say all
     "rollout.date": "is the day that policy.source was trained with, or else 2024-07-26",
     "cloning.thought": "is empty: answers are cloned without a thought",
     "learner.alternate": "is the method's own: 1 for himac, else 0",
+    **{f"learner.{name}": f"is now learner.loss_options.{name}" for name in ("dual_clip", "process_noise")},
     "log.wandb_project": "is WANDB_PROJECT, a variable of the environment",
     "log.max_logp_difference": "is fixed at 0.001, for policy.compute_dtype=bfloat16 at 0.5",
     "roles.NAME.template": "is env.template for every role",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+import pydantic
+
+from hgpo_jax.config.open_fields import are_options, is_choice
 from hgpo_jax.config.section import NonNegative, Positive, Section, Share, field
 
 
@@ -44,7 +47,7 @@ class OptimizerConfig(Section):
 
 
 class LearnerConfig(OptimizerConfig):
-    """The update: one epoch of PPO-clip with AdamW."""
+    """The update: one epoch of the loss with AdamW."""
 
     # Adam's first steps are as long as the rate, however noisy the gradient is. With a warm-up of 5 steps, in two settings, 6
     # of 59 runs were more than ten points below the start after a few iterations, one of them for good; with 30, none of 176
@@ -63,15 +66,25 @@ class LearnerConfig(OptimizerConfig):
     offload: bool = field(
         False, "keep optimizer, critic and reference policy in host memory while episodes are sampled; costs their transfer"
     )
-    clip_low: float | None = field(None, "PPO clip below; default: the method's own, 0.2, for gspo and kpo 0.0003", gt=0, lt=1)
+    loss: str = field("", "loss of the policy, for any method; your own by its place; default: the method's own")
+    loss_options: dict[str, Any] = field({}, "further options of the loss, each written as learner.loss_options.NAME=VALUE")
+    clip_low: float | None = field(
+        None, "clip of the ratio below; default: the method's own, or else the loss's, 0.2, for gspo and kpo 0.0003", gt=0, lt=1
+    )
     clip_high: float | None = field(
-        None, "PPO clip above; default: the method's own, 0.2, for dapo 0.28, for gspo and kpo 0.0004", gt=0
+        None, "clip above; default: the method's own (dapo: 0.28), or else the loss's, 0.2, for gspo and kpo 0.0004", gt=0
     )
     kl_weight: NonNegative = field(0.01, "weight of the KL to the reference policy (the policy as it starts)")
     entropy_weight: NonNegative = field(0.001, "weight of the entropy bonus")
-    rollout_correction: Literal["none", "token", "sequence"] = field(
-        "none", "truncated importance weights, at most 2, for a sampler that differs from the trainer, by token or response"
+    rollout_correction: Literal["none", "token", "sequence", "mask"] = field(
+        "none",
+        "for a sampler that differs from the trainer: truncated importance weights, at most 2, by token or response; or a "
+        "mask of the tokens whose probabilities differ too much, as in HisPO",
     )
+    mask_response: float = field(
+        0.1, "mask: limit of |g - 1|, with g the geometric mean of a response's ratios of trainer to sampler", gt=0
+    )
+    mask_token: float = field(0.5, "mask: limit of |ratio of trainer to sampler - 1| of a token", gt=0)
     unfinished: Literal["train", "mask"] = field(
         "train",
         "answers cut at their limit; mask: their tokens are left out of the policy's loss, while their steps still "
@@ -80,6 +93,13 @@ class LearnerConfig(OptimizerConfig):
     aggregate: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = field(
         "token-mean", "how token losses become one number"
     )
+
+    _are_options = pydantic.field_validator("loss_options")(are_options)
+
+    @pydantic.field_validator("loss")
+    @classmethod
+    def _is_known(cls, value):
+        return value and is_choice("learner.loss", value)
 
 
 class CriticConfig(OptimizerConfig):

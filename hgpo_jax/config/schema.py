@@ -2,55 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Collection
 from typing import Any, Literal, get_args, get_origin
 
 import pydantic
 
-from hgpo_jax.config.choices import ENVIRONMENTS, LINEARS, METHODS, ROLES, HeldOut
+from hgpo_jax.config.choices import ENVIRONMENTS, LINEARS, ROLES, HeldOut
 from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfig
+from hgpo_jax.config.open_fields import are_options, is_choice
 from hgpo_jax.config.roles import RoleConfig, unknown_role
-from hgpo_jax.config.section import CONTROL, Positive, Section, Share, field
-from hgpo_jax.envs import user_code
-from hgpo_jax.envs.command_line import nearest
+from hgpo_jax.config.section import Positive, Section, Share, field
 from hgpo_jax.utils.files import CACHE_DIR, check_scheme, is_remote
-
-_SURROGATE = re.compile(r"[\ud800-\udfff]")  # not allowed in the text of an option
-
-# Fields that take one of these names, a name from an installed package, or a place outside (`envs/user_code.py`).
-OPEN: dict[str, tuple[Collection[str], str]] = {
-    "env.name": (ENVIRONMENTS, user_code.ENVIRONMENTS),
-    "method": (METHODS, user_code.ESTIMATORS),
-    "reward.source": ((), user_code.REWARDS),
-}
-
-
-def choices(name: str) -> tuple[str, ...]:
-    """Lists the names that an open field takes; it also takes whatever `envs/user_code.py` finds."""
-    ours, group = OPEN[name]
-    return *ours, *user_code.installed(group)
-
-
-def _is_choice(name: str, value: str) -> str:
-    place, colon, attribute = value.rpartition(":")
-    if value not in choices(name) and not (colon and place and attribute):
-        also = [f"{user_code.GYMNASIUM}ID"] if name == "env.name" else []
-        options = ", ".join((*choices(name), *also, "package.module:NAME or path/to/file.py:NAME"))
-        raise ValueError(f"must be one of {options}; {nearest(value, list(choices(name)))}")
-    return value
-
-
-def _is_option(value) -> bool:
-    """Whether YAML can store this value and restore it."""
-    if isinstance(value, list | tuple):
-        return all(map(_is_option, value))
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):
-        return value.bit_length() < 64
-    return isinstance(value, str) and not CONTROL.search(value) and not _SURROGATE.search(value)
 
 
 class EnvConfig(Section):
@@ -120,15 +81,9 @@ class EnvConfig(Section):
     @pydantic.field_validator("name")
     @classmethod
     def _is_known(cls, value):
-        return _is_choice("env.name", value)
+        return is_choice("env.name", value)
 
-    @pydantic.field_validator("options")
-    @classmethod
-    def _are_options(cls, value):
-        for name, option in value.items():
-            if not name.isidentifier() or not _is_option(option):
-                raise ValueError(f"{name!r:.50} must be text, a number, true, false or a list of these")
-        return value
+    _are_options = pydantic.field_validator("options")(are_options)
 
 
 class PolicyConfig(Section):
@@ -226,7 +181,7 @@ class RewardConfig(Section):
     @pydantic.field_validator("source")
     @classmethod
     def _is_known(cls, value):
-        return value and _is_choice("reward.source", value)
+        return value and is_choice("reward.source", value)
 
 
 class CloningConfig(Section):
@@ -311,7 +266,7 @@ class Config(Section):
     @pydantic.field_validator("method")
     @classmethod
     def _is_known(cls, value):
-        return _is_choice("method", value)
+        return is_choice("method", value)
 
     @pydantic.field_validator("run_dir")
     @classmethod

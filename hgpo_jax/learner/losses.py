@@ -79,9 +79,9 @@ def policy_loss(
     aggregate: see `reduce_tokens`.
     """
     mask = mask.astype(bool)
-    log_ratio = _log_ratio(new_logp, old_logp, mask)
-    loss, stats = _surrogate(log_ratio, advantages, mask, clip_low, clip_high, dual_clip)
-    return _with_loss(reduce_tokens(loss, mask, aggregate), stats)
+    log_ratio = log_ratios(new_logp, old_logp, mask)
+    loss, stats = clipped_surrogate(log_ratio, advantages, mask, clip_low, clip_high, dual_clip)
+    return with_loss(reduce_tokens(loss, mask, aggregate), stats)
 
 
 def gspo_loss(
@@ -100,9 +100,9 @@ def gspo_loss(
     """
     mask = mask.astype(bool)
     lengths = jnp.sum(mask, axis=-1, keepdims=True)
-    log_ratio = jnp.sum(_log_ratio(new_logp, old_logp, mask), axis=-1, keepdims=True) / jnp.maximum(lengths, 1)
-    loss, stats = _surrogate(log_ratio, advantages, lengths > 0, clip_low, clip_high, dual_clip=None)
-    return _with_loss(reduce_tokens(loss, lengths > 0, "token-mean"), stats)
+    log_ratio = jnp.sum(log_ratios(new_logp, old_logp, mask), axis=-1, keepdims=True) / jnp.maximum(lengths, 1)
+    loss, stats = clipped_surrogate(log_ratio, advantages, lengths > 0, clip_low, clip_high, dual_clip=None)
+    return with_loss(reduce_tokens(loss, lengths > 0, "token-mean"), stats)
 
 
 def kpo_loss(
@@ -129,7 +129,7 @@ def kpo_loss(
     the ratios before smoothing.
     """
     mask = mask.astype(bool)
-    log_ratio = _log_ratio(new_logp, old_logp, mask)
+    log_ratio = log_ratios(new_logp, old_logp, mask)
     observed = jax.lax.stop_gradient(log_ratio)
 
     gains = jnp.broadcast_to(_kalman_gains(observed.shape[-1], process_noise).astype(observed.dtype), observed.shape)
@@ -140,9 +140,9 @@ def kpo_loss(
 
     _, filtered = jax.lax.associative_scan(after, (1 - gains, gains * observed), axis=-1)  # R tokens in log R steps
     smoothed = jnp.where(mask, log_ratio - observed + filtered, 0.0)  # its value is the filter's, its gradient 1
-    loss, stats = _surrogate(smoothed, advantages, mask, clip_low, clip_high, dual_clip=None)
+    loss, stats = clipped_surrogate(smoothed, advantages, mask, clip_low, clip_high, dual_clip=None)
     stats["approx_kl"] = reduce_tokens(_approx_kl(observed), mask, "token-mean")
-    return _with_loss(reduce_tokens(loss, mask, "seq-mean-token-mean"), stats)
+    return with_loss(reduce_tokens(loss, mask, "seq-mean-token-mean"), stats)
 
 
 def _kalman_gains(tokens: int, process_noise: float) -> np.ndarray:
@@ -189,7 +189,7 @@ def kl_loss(
     mask = mask.astype(bool)
     values = kl(jnp.where(mask, new_logp, 0.0), jnp.where(mask, ref_logp, 0.0), kind)
     stats = {"kl": reduce_tokens(values, mask, "token-mean")}
-    return _with_loss(reduce_tokens(values, mask, aggregate), stats)
+    return with_loss(reduce_tokens(values, mask, aggregate), stats)
 
 
 def value_loss(
@@ -205,7 +205,7 @@ def value_loss(
     plain, bounded = (values - returns) ** 2, (near - returns) ** 2
     count = jnp.sum(mask).astype(values.dtype)
     stats = {"value_clip_fraction": (jnp.sum(jnp.where(mask, bounded > plain, False)).astype(values.dtype), count)}
-    return _with_loss((jnp.sum(jnp.maximum(plain, bounded)) / 2, count), stats)
+    return with_loss((jnp.sum(jnp.maximum(plain, bounded)) / 2, count), stats)
 
 
 def rollout_correction(
@@ -230,7 +230,7 @@ def rollout_correction(
     effective share of the samples; over tokens `kl`, the mean of p / q - 1 - log(p / q), an estimate of KL(q || p)).
     """
     mask = mask.astype(bool)
-    by_token = log_ratio = _log_ratio(logp, sampled_logp, mask)
+    by_token = log_ratio = log_ratios(logp, sampled_logp, mask)
     counted = mask
     if level == "sequence":
         log_ratio, counted = jnp.sum(by_token, axis=-1, keepdims=True), jnp.any(mask, axis=-1, keepdims=True)
@@ -249,12 +249,32 @@ def rollout_correction(
     return jnp.broadcast_to(weights, mask.shape), stats
 
 
-def _log_ratio(new_logp: jax.Array, old_logp: jax.Array, mask: jax.Array) -> jax.Array:
+def mismatch_mask(
+    logp: jax.Array, sampled_logp: jax.Array, mask: jax.Array, *, response_limit: float, token_limit: float
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Computes HisPO's weights of 0 and 1 for tokens drawn by another policy (arXiv 2603.21065, eq. 8 and 9).
+
+    With p, q, logp and sampled_logp as in `rollout_correction`, a token counts if its p / q is less than `token_limit` from
+    1, and the geometric mean of p / q over its response less than `response_limit`. The ratio of the loss stays that to the
+    sampler, and the tokens that do not count stay in its denominator. The paper does not give its limits.
+
+    Returns: (weights f32[N, R], statistics f32[]: `weight`, the mean weight, which is the share that counts, and `kl`).
+    """
+    mask = mask.astype(bool)
+    log_ratio = log_ratios(logp, sampled_logp, mask)
+    mean = jnp.sum(log_ratio, axis=-1, keepdims=True) / jnp.maximum(jnp.sum(mask, axis=-1, keepdims=True), 1)
+    off_by = lambda log_ratio: jnp.abs(jnp.expm1(jnp.minimum(log_ratio, MAX_LOG_RATIO)))  # noqa: E731
+    weights = ((off_by(mean) < response_limit) & (off_by(log_ratio) < token_limit)).astype(jnp.float32)
+    values = {"weight": weights, "kl": _approx_kl(log_ratio)}
+    return weights, {name: divide(reduce_tokens(value, mask, "token-mean")) for name, value in values.items()}
+
+
+def log_ratios(new_logp: jax.Array, old_logp: jax.Array, mask: jax.Array) -> jax.Array:
     """Computes new - old, 0 outside the mask; masks before subtracting, because a gradient through inf times 0 is nan."""
     return jnp.where(mask, new_logp, 0.0) - jnp.where(mask, old_logp, 0.0)
 
 
-def _surrogate(
+def clipped_surrogate(
     log_ratio: jax.Array,
     advantages: jax.Array,
     mask: jax.Array,
@@ -287,5 +307,17 @@ def _approx_kl(log_ratio: jax.Array) -> jax.Array:
     return jnp.expm1(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - log_ratio
 
 
-def _with_loss(part: tuple[jax.Array, jax.Array], stats: Stats) -> tuple[jax.Array, Stats]:
+def ratio_stats(log_ratio: jax.Array, mask: jax.Array) -> Stats:
+    """Computes the statistics `ratio` and `approx_kl` of a loss that does not clip; `log_ratio` is 0 outside the mask."""
+    values = {"ratio": jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)), "approx_kl": _approx_kl(log_ratio)}
+    return {name: reduce_tokens(value, mask, "token-mean") for name, value in values.items()}
+
+
+def by_token(advantages: jax.Array) -> jax.Array:
+    """Returns advantages f32[N] as a column, and f32[N, R] as they are."""
+    return advantages[:, None] if advantages.ndim == 1 else advantages
+
+
+def with_loss(part: tuple[jax.Array, jax.Array], stats: Stats) -> tuple[jax.Array, Stats]:
+    """Returns what a loss returns, from its numerator and denominator and its other statistics."""
     return divide(part), {"loss": part, **stats}

@@ -21,23 +21,22 @@ class Method:
     """A training method.
 
     estimator: a name of `hgpo_jax.advantages.ESTIMATORS`.
-    loss: `clip`, PPO's clipped surrogate with a ratio for each token; `gspo`, with one for each response; or `kpo`, with token
-      ratios that are smoothed along the response.
+    loss: a name of `hgpo_jax.learner.loss_table.LOSSES`, for a configuration without `learner.loss`.
     normalize: `mean` or `mean_std`, the estimator's normalization of a group's returns; None: its own default.
-    clip_low, clip_high: where the loss clips the ratio.
+    clip_low, clip_high: where that loss clips the ratio; None: its own defaults.
     dynamic_sampling: drop prompt groups whose episode rewards are all equal and sample further tasks in their place.
     critic: train a critic beside the policy and pass its values to the estimator.
     alternate: iterations for which one role of a team learns before the next one does; 0: all learn in each.
     parts: the switch, subgoal and action parts of an answer have a value head and an advantage each (`envs.protocol.Plans`).
 
-    A configuration may override normalize, clip_low and clip_high.
+    A configuration may override normalize, loss, clip_low and clip_high.
     """
 
     estimator: str
     normalize: str | None = "mean"
     loss: str = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float | None = None
+    clip_high: float | None = None
     dynamic_sampling: bool = False
     critic: bool = False
     alternate: int = 0
@@ -52,11 +51,11 @@ METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuper
     # These papers divide by the standard deviation.
     **{name: Method(name, normalize="mean_std") for name in ("dr_mas", "ecpo", "graphgpo", "pgpo")},
     # One length-normalised ratio for each action, clipped like PPO's.
-    "gagpo": Method("gagpo", normalize="mean_std", loss="gspo"),
-    "gspo": Method("grpo", loss="gspo", clip_low=3e-4, clip_high=4e-4),  # Zheng et al., 2025, arXiv 2507.18071
+    "gagpo": Method("gagpo", normalize="mean_std", loss="gspo", clip_low=0.2, clip_high=0.2),
+    "gspo": Method("grpo", loss="gspo"),  # Zheng et al., 2025, arXiv 2507.18071
     "himac": Method("himac", alternate=1),  # planner and executor learn in turns
     "hiper": Method("hiper", critic=True, parts=True),
-    "kpo": Method("grpo", loss="kpo", clip_low=3e-4, clip_high=4e-4),  # He et al., 2026, arXiv 2602.10609
+    "kpo": Method("grpo", loss="kpo"),  # He et al., 2026, arXiv 2602.10609
     "ppo": Method("gae", critic=True),  # Schulman et al., 2017, arXiv 1707.06347
 }
 

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.config import LearnerConfig
-from hgpo_jax.learner import losses
+from hgpo_jax.learner import loss_table, losses
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
 from hgpo_jax.learner.methods import Method
 from hgpo_jax.policy import ModelConfig, lora, network
@@ -75,11 +75,6 @@ def token_logprobs(
     return logp, entropy
 
 
-def aggregation(config: LearnerConfig, method: Method) -> str:
-    """Returns how token losses become one number; the losses of GSPO and KPO count every response once."""
-    return config.aggregate if method.loss == "clip" else "seq-mean-token-mean"
-
-
 def make_logprobs(
     model: ModelConfig, temperature: float = 1.0, remat: str = "none"
 ) -> Callable[[Any, Any, TrainingBatch], Two]:
@@ -98,31 +93,27 @@ def make_logprobs(
 
 
 def make_policy_loss(
-    model: ModelConfig, config: LearnerConfig, method: Method, temperature: float, roles: Sequence[str] = ()
+    model: ModelConfig,
+    config: LearnerConfig,
+    method: Method,
+    temperature: float,
+    roles: Sequence[str] = (),
+    plan_words: int = 0,
 ) -> Loss:
-    """Builds the method's loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
+    """Builds the configured loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
 
     Params and reference as for `make_logprobs`; with a KL, reference is always read. With several roles, which
-    `batch.agents` index, there are statistics for each.
+    `batch.agents` index, there are statistics for each. plan_words: words of an answer before its action, for losses that
+    ask which tokens plan.
     """
     logprobs, plain = make_logprobs(model, temperature, config.remat), network(dataclasses.replace(model, lora=None))
-    aggregate = aggregation(config, method)
-    clips = {
-        "clip_low": method.clip_low if config.clip_low is None else config.clip_low,
-        "clip_high": method.clip_high if config.clip_high is None else config.clip_high,
-    }
-
-    def surrogate(logp: jax.Array, batch: TrainingBatch, mask: jax.Array) -> tuple[jax.Array, losses.Stats]:
-        if method.loss == "gspo":
-            return losses.gspo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
-        if method.loss == "kpo":
-            return losses.kpo_loss(logp, batch.old_logp, batch.advantages, mask, **clips)
-        return losses.policy_loss(logp, batch.old_logp, batch.advantages, mask, **clips, aggregate=aggregate)
+    aggregate, surrogate = loss_table.aggregation(config, method), loss_table.configured(config, method)
 
     def loss(params: Any, reference: Any, batch: TrainingBatch) -> tuple[jax.Array, losses.Stats, jax.Array]:
         mask = batch.response_mask()
         logp, entropy = logprobs(params, reference, batch)
-        _, stats = surrogate(logp, batch, mask)
+        further = {"entropy": entropy, "planning": mask & (jnp.arange(mask.shape[1]) < plan_words) if plan_words else None}
+        _, stats = surrogate(logp, batch.old_logp, batch.advantages, mask, **further)
         total = stats["loss"][0]
         tokens = {"entropy": entropy}
         if config.kl_weight:
@@ -136,7 +127,8 @@ def make_policy_loss(
         # Distance between the sampler's and the trainer's log-probabilities; exact only before the first step.
         difference = jnp.where(mask, jnp.abs(logp - batch.old_logp), 0.0)
         if len(roles) > 1:
-            slope = jax.grad(lambda logp: surrogate(logp, batch, mask)[1]["loss"][0])(jax.lax.stop_gradient(logp))
+            others = batch.old_logp, batch.advantages, mask
+            slope = jax.grad(lambda logp: surrogate(logp, *others, **further)[1]["loss"][0])(jax.lax.stop_gradient(logp))
             assert batch.agents is not None
             stats |= role_stats(roles, batch.agents, mask, tokens, slope)
         return total, stats, difference.max(initial=0.0)

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
+from hgpo_jax.learner.loss_table import check_loss_numbers
 from hgpo_jax.learner.methods import Method, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.mesh import make_mesh
@@ -355,6 +356,7 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     check_together(config)
     mesh = mesh or prepare_devices(config)
     check_numbers(config.method)
+    check_loss_numbers(config.learner, method_named(config.method))
     jax.set_mesh(mesh)
     compiled = Path(config.cache_dir, "compiled")
     if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):

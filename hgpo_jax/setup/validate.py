@@ -13,6 +13,7 @@ from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
+from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, Method, method_named
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, environment, role_names
 from hgpo_jax.rollout.reward_workers import reward_function
@@ -92,22 +93,37 @@ def _check_cloning(config: Config, entry: Environment, rollout_backend: Backend)
 
 
 def _check_method(config: Config, method: Method, entry: Environment, rollout_backend: Backend) -> None:
-    """Checks what a method needs, and options that its loss does not read."""
-    learner, name = config.learner, config.method
-    if learner.rollout_correction == "token" and method.loss == "gspo":
-        raise ConfigError(f"learner.rollout_correction=token: method={name} weighs whole responses; give sequence, or none")
+    """Checks what a method needs, and its loss."""
+    name = config.method
     if config.rollout.group_size == 1 and method.estimator in COMPARE_EPISODES:
         raise ConfigError(f"rollout.group_size=1: method={name} compares a task's episodes with each other; give 2 or more")
-    # The environment is made only for a method that needs it: ALFWorld's would load its games.
-    if method.parts and not (
-        rollout_backend == "compiled" and hasattr(entry.compiled and entry.compiled(config), "answer_parts")
-    ):
+    _check_loss(config, method)
+    loss = loss_table.name_of(config.learner, method)
+    plans = "planning" in loss_table.parameters(loss)[0]
+    needing = f"method={name}" if method.parts else f"learner.loss={loss}" if plans else ""
+    # The environment is made only for what needs its parts: ALFWorld's would load its games.
+    if needing and not (rollout_backend == "compiled" and hasattr(entry.compiled and entry.compiled(config), "answer_parts")):
         raise ConfigError(
-            f"method={name}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
+            f"{needing}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
             "have; give env.name=household_subgoals, or one of your own with answer_parts"
         )
-    if method.loss != "clip" and learner.aggregate != (default := LearnerConfig.model_fields["aggregate"].default):
-        raise ConfigError(f"learner.aggregate={learner.aggregate}: method={name} does not read it; leave it at {default}")
+
+
+def _check_loss(config: Config, method: Method) -> None:
+    """Checks the loss of a method, and fields that it does not read."""
+    learner, loss = config.learner, loss_table.name_of(config.learner, method)
+    loss_table.check_loss(learner, method)
+    of = f"learner.loss={loss}" if learner.loss else f"method={config.method}"
+    if loss in loss_table.WHOLE_RESPONSES and (by_token := learner.rollout_correction) in ("token", "mask"):
+        raise ConfigError(f"learner.rollout_correction={by_token}: {of} weighs whole responses; give sequence, or none")
+    if loss in loss_table.WHOLE_RESPONSES and method.parts:
+        raise ConfigError(f"{of}: weighs whole responses; the parts of an answer of method={config.method} differ")
+    options = loss_table.options(learner, method)
+    for field in loss_table.FIELDS:
+        value, default = getattr(learner, field), LearnerConfig.model_fields[field].default
+        if field not in options and value != default:
+            end = "leave it out" if default is None else f"leave it at {default}"
+            raise ConfigError(f"learner.{field}={value}: {of} does not read it; {end}")
 
 
 def _check_overlong_cache(config: Config, rollout_backend: Backend) -> None:
@@ -147,6 +163,10 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
         **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
+        "learner.mask_": (
+            config.learner.rollout_correction == "mask",
+            "nothing is masked; give learner.rollout_correction=mask",
+        ),
         "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
     }
     for override in overrides:

@@ -18,13 +18,14 @@ FILE = "provenance.json"
 def record(config: Config, folder: Path, done: int) -> list[str]:
     """Adds the outside code of the run from iteration `done` on to the file, if it differs from the last record.
 
-    A record has `from_iteration` and, by field (`env.name`, `method`, `reward.source`, `env.state_key`, an option of the
-    environment, `env.template`), the place as the user wrote it, the file, its SHA-256, and the version of
-    the module or its distribution. If nothing comes from outside, nothing is written.
+    A record has `from_iteration` and, by field (`env.name`, `method`, `learner.loss`, `reward.source`, `env.state_key`, an
+    option of the environment, `env.template`), the place as the user wrote it, the file, its SHA-256, and the version of the
+    module or its distribution. If nothing comes from outside, nothing is written.
 
     Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
     """
-    sources = {"env.name": config.env.name, "method": config.method, "reward.source": config.reward.source}
+    sources = {"env.name": config.env.name, "method": config.method}
+    sources |= {"learner.loss": config.learner.loss, "reward.source": config.reward.source}
     places = {f: user_code.locate(name, OPEN[f][1]) for f, name in sources.items() if name and name not in OPEN[f][0]}
     if config.env.state_key:
         sources["env.state_key"] = config.env.state_key

@@ -19,10 +19,10 @@ from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.learner import conversations, losses
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
+from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of, parameters
 from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options
 from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import (
-    aggregation,
     make_logprobs,
     make_map,
     make_policy_loss,
@@ -358,7 +358,9 @@ def _make_policy_update(job: Job, policy: PolicySetup):
     """Returns (optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
     config, method, learner = policy.settings, job.method, policy.settings.learner
     optimizer = make_optimizer(learner.lr, learner.warmup_steps, learner.grad_clip, weight_decay=learner.weight_decay)
-    loss = make_policy_loss(policy.model, config.learner, method, config.rollout.temperature, job.runner.roles)
+    plans = "planning" in parameters(name_of(learner, method))[0]
+    plan_words = sum(_planning(job).answer_parts[:2]) if plans else 0
+    loss = make_policy_loss(policy.model, learner, method, config.rollout.temperature, job.runner.roles, plan_words)
     per_token = aggregation(config.learner, method) == "token-mean"
     update = make_update(loss, optimizer, job.mesh, **_update_sizes(config), per_token=per_token)
     level = config.learner.rollout_correction
@@ -373,13 +375,17 @@ def _make_policy_update(job: Job, policy: PolicySetup):
         old_logp = mapped((cast(params, config.policy.compute_dtype), reference), batch, order, count)
         learned = jnp.zeros(order.shape, bool).at[order].set(jnp.arange(order.shape[0]) < count)
         mask = batch.response_mask() & learned[:, None]
-        weights, correction = losses.rollout_correction(old_logp, batch.old_logp, mask, level=level)
-        if method.loss == "gspo":  # advantages and, as `check_together` ensures, weights belong to whole responses
+        if level == "mask":
+            limits = {"response_limit": learner.mask_response, "token_limit": learner.mask_token}
+            weights, correction = losses.mismatch_mask(old_logp, batch.old_logp, mask, **limits)
+        else:
+            weights, correction = losses.rollout_correction(old_logp, batch.old_logp, mask, level=level)
+        if name_of(learner, method) in WHOLE_RESPONSES:  # as `check_together` ensures, advantages and weights do, too
             weighted = batch.advantages * weights[:, 0]
         else:
             weighted = (batch.advantages if batch.advantages.ndim == 2 else batch.advantages[:, None]) * weights
         difference = jnp.where(mask, jnp.abs(old_logp - batch.old_logp), 0.0).max(initial=0.0)
-        batch = batch.replace(old_logp=old_logp, advantages=weighted)
+        batch = batch.replace(old_logp=batch.old_logp if level == "mask" else old_logp, advantages=weighted)
         params, opt_state, stats = update(params, opt_state, reference, batch, order, count, lr_scale)
         stats |= {f"correction/{name}": value for name, value in correction.items()} | {"logp_difference": difference}
         return params, opt_state, stats

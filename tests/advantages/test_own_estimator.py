@@ -1,17 +1,25 @@
-"""An estimator of one's own that cannot be compiled, or gives numbers that nothing can be learned from: a line says why."""
+"""An estimator of one's own: with a loss in one file it is a method; if nothing can be learned from it, a line says why."""
 
+import json
+from pathlib import Path
+
+import jax
 import numpy as np
 import pytest
 
+import hgpo_jax
 from hgpo_jax import advantages
 from hgpo_jax.config import load
+from hgpo_jax.learner.loss_table import check_loss_numbers, configured
 from hgpo_jax.learner.methods import check_numbers, method_named
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import build
+from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import mesh_of
+from tests.helpers.training import rows_of
 from tests.trainer.test_alarms import row
 
 MINE = """import functools
@@ -105,3 +113,34 @@ def test_the_first_time_that_an_estimator_gives_such_numbers_it_is_named(mine, n
         alarms.check(row(2, **skipped), e)
     fine = e.replace(rewards=np.zeros_like(e.rewards))  # then it is not the advantages
     assert "had a non-finite loss or gradient and were skipped" in Alarms(config).check(row(0, **skipped), fine)[0]
+
+
+FILE = Path(__file__).with_name("cispo.py")
+CISPO = [f"method={FILE}:compared", f"learner.loss={FILE}:cispo", "learner.loss_options.weight_cap=1.5"]
+
+
+@pytest.mark.slow
+def test_a_method_in_one_file_is_accepted_and_its_loss_is_the_formula(mine):
+    config = load(None, CISPO)
+    check_together(config)
+    method = method_named(config.method)
+    check_numbers(config.method)
+    check_loss_numbers(config.learner, method)
+    old, log_ratio, A = np.float32([[-1, -2, -3]]), np.log(np.float32([[0.5, 1.2, 4.0]])), np.float32([2])
+    loss = lambda logp: configured(config.learner, method)(logp, old, A, old < 0)[0]  # noqa: E731
+    np.testing.assert_allclose(jax.grad(loss)(old + log_ratio), -2 / 3 * np.array([[0.5, 1.2, 1.5]]), rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_method_in_one_file_trains(tmp_path, mine):
+    run = hgpo_jax.fit(
+        load(None, [*CISPO, "warm_start=none", "iterations=2", "rollout.prompt_groups=2", "rollout.group_size=4",
+                    "evaluation.episodes=8", "log.tensorboard=false", f"cache_dir={tmp_path / 'cache'}"]),
+        tmp_path / "run",
+    )  # fmt: skip
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 2 and rows[0]["nonfinite_steps"] == 0 < rows[0]["grad_norm"]
+    assert not any(name.startswith("clip_fraction") for name in rows[0])
+    sources = json.loads((tmp_path / "run" / "provenance.json").read_text())[0]
+    assert sources["method"]["file"] == sources["learner.loss"]["file"] == str(FILE)
+    assert run.config.learner.loss_options == {"weight_cap": 1.5}

@@ -114,6 +114,7 @@ COMPARE_EPISODES = ("grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_
 TOGETHER = [
     *((["learner.rollout_correction=token", f"method={name}"], f"method={name} weighs whole", [])
       for name in WHOLE_RESPONSES),
+    (["learner.rollout_correction=mask", "method=gspo"], "method=gspo weighs whole", []),
     (["lora.rank=2", *MUON], "cloning.optimizer=muon: needs full-rank weights; with lora.rank=2 give adamw",
      [MUON, [*MUON, "lora.rank=2", "warm_start=none"]]),
     *((["rollout.group_size=1", f"method={name}"], f"method={name} compares a task's episodes", [])
@@ -134,6 +135,7 @@ def test_fields_that_do_not_go_together(fields, said, fine):
 
 
 UNREAD = [
+    (["learner.mask_token=0.3"], ["learner.rollout_correction=mask"], "nothing is masked; give learner.rollout_correction="),
     (["critic.lr=1e-2"], ["method=ppo"], "method=hgpo has no critic"),
     (["lora.alpha=8"], ["lora.rank=2"], "there are no adapters; give lora.rank, too"),
     (["lora.targets=q_proj", "lora.rank=0"], ["roles.carrier.lora_rank=2", "env.name=household_team"], "there are no adapters"),

@@ -23,7 +23,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 def test_every_room_that_the_front_page_names_has_one():
     linked = re.findall(r"\]\(([\w/.]*README\.md)\)", (ROOT / "README.md").read_text())
-    ours = ("advantages", "bench", "policy", "rollout", "serving", "trainer")
+    ours = ("advantages", "bench", "learner", "policy", "rollout", "serving", "trainer")
     rooms = (*(f"hgpo_jax/{name}" for name in ours), "envs", "configs/tables", "configs/launch")
     assert {f"{room}/README.md" for room in rooms} <= set(linked)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.learner import losses
+from hgpo_jax.learner.fiber import fiber_loss
 
 N, R = 6, 5
 RNG = np.random.default_rng(0)
@@ -94,6 +95,7 @@ LOSSES = {
     "no dual clip": lambda new, old, mask: losses.policy_loss(new, old, ADVANTAGES, mask, dual_clip=None),
     "gspo": lambda new, old, mask: losses.gspo_loss(new, old, ADVANTAGES, mask),
     "kpo": lambda new, old, mask: losses.kpo_loss(new, old, ADVANTAGES, mask),
+    "fiber": lambda new, old, mask: fiber_loss(new, old, ADVANTAGES, mask),
     "kl": lambda new, old, mask: losses.kl_loss(new, old, mask),
     "value": lambda new, old, mask: losses.value_loss(new, old, OLD + 1, mask),
 }
@@ -203,6 +205,31 @@ def test_rollout_correction(level):
     assert np.isfinite(weights).all() and all(np.isfinite(value) for value in stats.values())
     weights, _ = losses.rollout_correction(np.full_like(OLD, -np.inf), OLD, np.zeros_like(MASK), level=level)
     np.testing.assert_array_equal(weights, 1.0)
+
+
+def test_the_mask_of_hispo():
+    """The worked numbers of eq. 8 and 9, with the loss that they enter, and every token of a batch by itself."""
+    sampler, before, now = np.float32([[[-1, -2, -0.5]], [[-1.05, -1.5, -0.5]], [[-1, -1.4, -0.7]]])
+    mask = np.ones((1, 3), bool)
+    for response_limit, kept, objective in ((0.2, [1, 0, 1], 0.227341), (0.1, [0, 0, 0], 0)):
+        weights, stats = losses.mismatch_mask(before, sampler, mask, response_limit=response_limit, token_limit=0.3)
+        np.testing.assert_array_equal(weights, [kept])
+        assert stats["weight"] == pytest.approx(np.mean(kept))
+        longest = [np.pad(x, ((0, 0), (0, 5))) for x in (now, sampler, weights, mask)]
+        loss, _ = losses.policy_loss(*longest, clip_high=0.28, aggregate="seq-mean-token-sum-norm")
+        np.testing.assert_allclose(-loss, objective, rtol=1e-5, atol=1e-9)
+    weights, stats = losses.mismatch_mask(NEW, OLD, MASK, response_limit=0.3, token_limit=0.5)
+    kept = np.zeros(MASK.shape)
+    for i in range(N):
+        ratios = np.exp((NEW - OLD)[i, : LENGTHS[i]].astype(float))
+        for j in range(LENGTHS[i]):
+            kept[i, j] = abs(ratios.prod() ** (1 / LENGTHS[i]) - 1) < 0.3 and abs(ratios[j] - 1) < 0.5
+    np.testing.assert_array_equal(np.asarray(weights)[MASK], kept[MASK])
+    assert 0 < kept.sum() < (abs(np.exp((NEW - OLD)[MASK]) - 1) < 0.5).sum()
+    # The bound for negative advantages, "triplet clip", is that of `dual_clip`.
+    ratios = np.log(np.float32([[0.5, 0.951229, 5]]))
+    loss, _ = losses.policy_loss(ratios, 0 * ratios, np.float32([-1]), mask, aggregate="seq-mean-token-sum")
+    np.testing.assert_allclose(loss, 0.8 + 0.951229 + 3, rtol=1e-6)
 
 
 def test_unknown_names_are_refused():

@@ -8,6 +8,7 @@ import functools
 
 from hgpo_jax import advantages
 from hgpo_jax import config as configuration
+from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.tables import plan as planning
@@ -22,6 +23,8 @@ RELEASED = {
     "env.compiled": None,
     "env.strict": False,  # agent_system/environments: a response is valid by its form alone
     # Their old log-probabilities are the trainer's, and nothing weighs the sampler's in.
+    "learner.mask_response": 0.1,  # not read
+    "learner.mask_token": 0.5,
     "learner.rollout_correction": "none",
     "policy.compute_dtype": "bfloat16",  # D rollout.dtype, and FSDP's mixed precision
     "lora.rank": 0,  # D model.lora_rank
@@ -48,6 +51,8 @@ RELEASED = {
     "learner.final_lr": 1.0,  # D actor.optim.warmup_style: constant
     "learner.weight_decay": 0.01,  # D actor.optim.weight_decay
     "learner.grad_clip": 1.0,  # D actor.grad_clip
+    "learner.loss": "",  # the method's own
+    "learner.loss_options": {},
     "learner.clip_low": 0.2,  # D actor.clip_ratio_low
     "learner.clip_high": 0.2,  # D actor.clip_ratio_high
     "learner.kl_weight": 0.01,  # H actor.kl_loss_coef
@@ -123,7 +128,8 @@ def test_every_field_of_every_cell_is_the_released_one():
         source, devices = MODELS[size]
         assert abstract_mesh(config.mesh).size == devices
         method = METHODS[config.method]
-        own = {"learner.clip_low": method.clip_low, "learner.clip_high": method.clip_high}
+        options = loss_table.options(config.learner, method)
+        own = {"learner.clip_low": options["clip_low"], "learner.clip_high": options["clip_high"]}
         seen = {}
         for name in configuration.fields():
             if not name.startswith(ELSEWHERE):

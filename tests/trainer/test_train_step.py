@@ -314,6 +314,28 @@ def test_what_another_policy_sampled_is_weighted(episodes, method, level):
     assert metrics["correction/truncated"] == pytest.approx((counted > cap).mean(), rel=1e-4) and (counted > cap).any()
 
 
+@pytest.mark.slow
+def test_what_another_policy_sampled_too_differently_is_masked(episodes):
+    """The ratio is that to the sampler, and what does not count stays in the denominator."""
+    e, happened = episodes, episodes.mask
+    lengths = e.response_lengths[happened]
+    tokens = np.arange(R) < lengths[:, None]
+    difference = np.random.default_rng(2).normal(0, 0.3, tokens.shape) * tokens  # log p - log q
+    logp = e.logp.copy()
+    logp[happened] -= difference
+    limits = ("learner.mask_token=0.3", "learner.mask_response=0.2", "learner.clip_low=0.1", "learner.clip_high=0.1")
+    state, metrics, _ = learn(e.replace(logp=logp), "method=hgpo", "learner.rollout_correction=mask", *limits)
+    ratio, mean = np.exp(difference), np.exp(difference.sum(1, keepdims=True) / lengths[:, None])
+    kept = (np.abs(ratio - 1) < 0.3) & (np.abs(mean - 1) < 0.2) & tokens
+    A = np.asarray(estimated(e, "hgpo").advantages)[happened]
+    clipped = np.where(A[:, None] > 0, ratio > 1.1, ratio < 0.9)
+    weights = AGGREGATES["token-mean"](A, tokens, lengths) * ratio * kept * ~clipped
+    assert 0 < (kept & clipped).sum() < kept.sum() < tokens.sum()
+    assert_first_gradient(state, e, weights)
+    assert metrics["correction/weight"] == pytest.approx(kept.sum() / tokens.sum())
+    assert metrics["ratio"] == pytest.approx(ratio[tokens].mean(), rel=1e-4)
+
+
 @pytest.mark.slow  # one more program to compile
 def test_the_loss_sees_the_parameters_in_the_computing_type(episodes):
     """bfloat16 rounds log-probabilities in their third digit; what is trained stays float32."""
