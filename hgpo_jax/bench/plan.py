@@ -42,7 +42,8 @@ from hgpo_jax.sampling.continuous_batching import SlotPrograms
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
 from hgpo_jax.sampling.slots import NewPrompts
 from hgpo_jax.setup import memory
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, one_line
+from hgpo_jax.utils.progress import say
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -80,7 +81,14 @@ def run(args: argparse.Namespace) -> list[dict]:
         memory.refuse_too_large(config, phases, planned, limit)
     if args.compile:
         for name, lower, beside in Programs(config, mesh, workload, sum(phases["always"].values())):
-            compiled = lower().compile(compiler_options=options)
+            try:
+                compiled = lower().compile(compiler_options=options)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                say(memory.table(phases))
+                reason = one_line(str(error).partition("\n")[0])
+                raise ConfigError(f"--compile {args.compile}: {name} does not fit: {reason}") from None
             # The program's own inputs count as its arguments; everything else that lives at the same time is added.
             needed = limits.compiled_bytes(compiled) + beside
             rows.append(size(f"{name}, compiled for {args.compile}", needed, share(needed)))

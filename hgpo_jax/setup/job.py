@@ -260,6 +260,8 @@ def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
         phases = memory.bytes_of_run(config, mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    if mesh.local_devices[0].platform == "cpu":
+        memory.add_checkpoint(phases)
     if limit := memory.device_limit(mesh.local_devices):
         memory.refuse_too_large(config, phases, memory.peak(phases), limit)
     return workload.model

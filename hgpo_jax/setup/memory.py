@@ -110,6 +110,15 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
     }
 
 
+def add_checkpoint(phases: dict[str, dict[str, int]]) -> None:
+    """Adds the state that is being written as a checkpoint, for devices that are processors.
+
+    The writer reads the devices' own memory there, so an update that begins meanwhile cannot reuse it for the new state.
+    """
+    state = [part.get(name, 0) for part in phases.values() for name in ("parameters", "optimizer", "critic")]
+    phases["update"]["checkpoint being written"] = sum(state)
+
+
 def configs_by_policy(config: Config) -> dict[str, Config]:
     """Returns the configuration of each policy by its name (`config/policies.py`)."""
     roles = role_names(config) if config.roles else ()  # the environment is made to learn them

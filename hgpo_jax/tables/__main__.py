@@ -37,6 +37,7 @@ from hgpo_jax.tables import (
 )
 from hgpo_jax.tables import collect as collecting
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.heartbeat import Heartbeat
 
 Arguments = dict[str, dict[str, Any]]
 DIR: dict[str, Any] = {"metavar": "DIR", "type": cli.local_path}
@@ -133,31 +134,38 @@ def main(arguments: list[str] | None = None) -> None:
     source = plan.find(args.plan)
     planned = plan.read(source)
     runs = Path(args.runs or f"runs/tables/{source.stem}")
-    if args.command in ("run", "bias"):
-        fields = [word for word in args.words if "=" in word or args.command == "bias"]
-        configuration.load(None, fields)  # before a cell begins
-    if args.command in ("bias", "truth", "gradients"):  # which compute here, on the devices that the plan's runs see
-        os.environ.update(planned.variables)
-    if args.command == "run":
-        if args.jobs < 1:
-            raise ConfigError(f"--jobs {args.jobs}: give 1 or more")
-        cells = plan.select_cells(planned, [word for word in args.words if "=" not in word])
-        if run.run_cells(planned, cells, runs, source, jobs=args.jobs, more=tuple(fields)):
-            sys.exit(1)
-    elif args.command == "bias":
-        advantage_errors.measure_all(planned, runs, fields)
-    elif args.command == "truth":
-        run_measurements.measure_all(
-            advantage_errors_in_runs.Measured, planned, runs, args.cells, args.at, advantage_errors_in_runs.measure
-        )
-    elif args.command == "gradients":
-        gradients.measure_all(planned, runs, args.cells, args.at, args.batches)
+    if args.command != "plan":
+        compute(args, source, planned, runs)
     elif args.launch:
         if not args.to:
             raise ConfigError("--to: needed with --launch, the folder for its files")
         print(*launch.write(planned, args.launch, Path(args.to), str(runs)), sep="\n")
     else:
         print(plan.listing(planned, runs))
+
+
+@Heartbeat("tables")
+def compute(args, source: Path, planned: plan.Plan, runs: Path) -> None:
+    """Runs cells, or measures something in them."""
+    if args.command in ("run", "bias"):
+        fields = [word for word in args.words if "=" in word or args.command == "bias"]
+        configuration.load(None, fields)  # before a cell begins
+    if args.command == "run":
+        if args.jobs < 1:
+            raise ConfigError(f"--jobs {args.jobs}: give 1 or more")
+        cells = plan.select_cells(planned, [word for word in args.words if "=" not in word])
+        if run.run_cells(planned, cells, runs, source, jobs=args.jobs, more=tuple(fields)):
+            sys.exit(1)
+        return
+    os.environ.update(planned.variables)  # what is measured here is measured on the devices that the plan's runs see
+    if args.command == "bias":
+        advantage_errors.measure_all(planned, runs, fields)
+    elif args.command == "truth":
+        run_measurements.measure_all(
+            advantage_errors_in_runs.Measured, planned, runs, args.cells, args.at, advantage_errors_in_runs.measure
+        )
+    else:
+        gradients.measure_all(planned, runs, args.cells, args.at, args.batches)
 
 
 if __name__ == "__main__":

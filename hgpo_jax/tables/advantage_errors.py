@@ -34,6 +34,7 @@ from hgpo_jax.tables.run_measurements import Numbers, read_measured, require
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
+from hgpo_jax.utils.progress import say
 
 TASKS, EPISODES = 16, 64
 LEVELS = (0, 1, 2, 4)
@@ -166,7 +167,7 @@ def measure_all(plan: Plan, runs: Path, more: list[str]) -> None:
             measurements[name] = [*(other for other in measurements.get(name, []) if other.seed != seed), one]
             with atomic_write(runs / "bias.json") as file:
                 file.write(json.dumps(as_dicts(measurements), indent=1) + "\n")
-    print("\n".join([*bias_table(plan, measurements), "", *truth_table(plan, measurements)]))
+    say("\n".join([*bias_table(plan, measurements), "", *truth_table(plan, measurements)]))
 
 
 def as_dicts(measurements: BySetting) -> dict[str, list[dict]]:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 from hgpo_jax.tables.plan import Cell, Plan, Step, steps
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.heartbeat import phase
+from hgpo_jax.utils.progress import say
 
 VARIABLE = re.compile(r"\$(\w+)")
 
@@ -84,18 +86,19 @@ def run_cells(plan: Plan, cells: list[Cell], runs: Path, source: Path, *, jobs: 
 
     def bring(cell: Cell) -> bool:
         options = {"pass_fds": (lock,), "env": os.environ | plan.variables}
-        fault = _fault(todo[cell], runs / f"{cell.name}.log", stop, **options)
+        with phase(cell.name, says_end=False):
+            fault = _fault(todo[cell], runs / f"{cell.name}.log", stop, **options)
         if fault == "":
             ended.append(cell)
             fault = f"done, {len(ended)} of {len(todo)} after {(time.monotonic() - began) / 60:.1f} minutes"
         if fault:
-            print(f"{cell.name}: {fault}", flush=True)
+            say(f"{cell.name}: {fault}")
         return cell in ended
 
     with _locked(runs) as lock, ThreadPoolExecutor(jobs) as pool:
         if source.resolve() != (runs / "plan.yaml").resolve():
             shutil.copyfile(source, runs / "plan.yaml")
-        print(f"{len(cells) - len(todo)} of {len(cells)} cells are done; {jobs} at once, in {runs}", flush=True)
+        say(f"{len(cells) - len(todo)} of {len(cells)} cells are done; {jobs} at once, in {runs}")
         try:
             return [cell for cell, done in zip(todo, pool.map(bring, todo), strict=True) if not done]
         except BaseException:

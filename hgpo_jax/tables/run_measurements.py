@@ -26,6 +26,7 @@ from hgpo_jax.trainer.resume import has_ended
 from hgpo_jax.trainer.step import TrainState, make_train_step
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
+from hgpo_jax.utils.progress import say
 
 
 def require(names: Iterable[str], numbers: Iterable[str]) -> pydantic.AfterValidator:
@@ -126,7 +127,7 @@ def measure_all(
             measurements = [*(o for o in others if (o.cell, o.iteration) != (name, iteration)), one]
             with atomic_write(kind.file(runs)) as file:
                 file.write(json.dumps([one.model_dump(by_alias=True) for one in measurements], indent=1) + "\n")
-    print("\n".join(kind.lines(of_plan(plan, measurements))))
+    say("\n".join(kind.lines(of_plan(plan, measurements))))
 
 
 def of_plan(plan: Plan, measurements: list) -> list:

@@ -31,13 +31,13 @@ from hgpo_jax.policy.presets import preset
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import embedding_rows, read_tokenizer
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
-from hgpo_jax.rollout.environments import ENVIRONMENTS
+from hgpo_jax.rollout.environments import ENVIRONMENTS, backend
 from hgpo_jax.setup.job import open_devices
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.progress import say
 
-HEAD_SIZE, LAYERS = 32, 2
+HEAD_SIZE, LAYERS = 8, 2  # every weight of a vocabulary of 150,000 words takes time, whatever its use
 OPEN_AXIS = 2  # devices of an axis that is as large as the machine
 OUTPUT = 20  # lines of a stage that fails
 QUIET = 20  # seconds between words of what a stage does
@@ -69,6 +69,27 @@ def rehearse(config: Config) -> None:
     jax.config.update("jax_platforms", "cpu")
     check_together(config)
     folder = Path(tempfile.mkdtemp(prefix="hgpo-rehearsal-"))
+    with contextlib.ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, folder)
+        stages, unseen = _prepare(config, folder)
+        try:
+            for number, (title, command) in enumerate(stages, 1):
+                print(f"[{number}/{len(stages)}] {title}", file=sys.stderr, flush=True)
+                seconds = _run(title, command, math.prod(_axes(config.mesh).values()), folder)
+                print(f"    {seconds:.0f} s", file=sys.stderr, flush=True)
+        except RunError:
+            at_end.pop_all()  # its message names a log in the folder
+            raise
+    unseen += [
+        f"speed and memory of the devices (python -m hgpo_jax.bench plan --config ... counts the memory of mesh {config.mesh})",
+        "fused kernels of GPUs and TPUs, and communication between devices",
+        "learning",
+    ]
+    say("it runs to the end; not shown: " + "; ".join(unseen))
+
+
+def _prepare(config: Config, folder: Path) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """Writes what the stages need to the folder; returns their titles and commands, and what they do not show."""
     axes = _axes(config.mesh)
     fields, unseen = smaller(config, axes), []
     if sources := {config.policy.source, *(role.policy for role in config.roles.values())} - {"", "own"}:
@@ -84,17 +105,7 @@ def rehearse(config: Config) -> None:
     ]
     if config.policy.source and not config.roles:  # of which each may have a policy
         stages.append(("export", ["export", str(run), "--to", str(folder / "exported")]))
-    for number, (title, command) in enumerate(stages, 1):
-        print(f"[{number}/{len(stages)}] {title}", file=sys.stderr, flush=True)
-        seconds = _run(title, command, math.prod(axes.values()), folder)
-        print(f"    {seconds:.0f} s", file=sys.stderr, flush=True)
-    shutil.rmtree(folder)
-    unseen += [
-        f"speed and memory of the devices (python -m hgpo_jax.bench plan --config ... counts the memory of mesh {config.mesh})",
-        "fused kernels of GPUs and TPUs, and communication between devices",
-        "learning",
-    ]
-    say("it runs to the end; not shown: " + "; ".join(unseen))
+    return stages, unseen
 
 
 def _axes(spec: str) -> dict[str, int]:
@@ -125,7 +136,10 @@ def smaller(config: Config, axes: dict[str, int]) -> dict:
 
 def _counted(config: Config) -> list[str]:
     """Lists the fields of MOST that the configuration reads: others must stay as they are."""
+    compiled = backend(config) == "compiled"  # whose prompts and answers have lengths of their own
     unread = {
+        "rollout.prompt_limit": compiled,
+        "rollout.response_limit": compiled,
         "env.max_turns": config.env.name not in ENVIRONMENTS,
         "env.generated": config.env.split != "generated",
         "cloning": config.warm_start != "cloning",
@@ -210,7 +224,8 @@ def smaller_model(model: ModelConfig, axes: dict[str, int], words: int) -> Model
 def _run(title: str, command: list[str], devices: int, folder: Path) -> float:
     """Runs one of our commands on simulated devices; returns its seconds. Raises RunError."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+    # A program that runs a few times on small arrays is not worth optimizing.
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     began, log = time.monotonic(), folder / f"{title.split()[0]}.log"
 
     def output() -> list[str]:

@@ -4,11 +4,14 @@ import subprocess
 import sys
 
 import pytest
+from jax.errors import JaxRuntimeError
 from jax.experimental import topologies
 
 from hgpo_jax.bench import __main__ as bench
-from hgpo_jax.bench.targets import GPUS, TPUS, target_of
+from hgpo_jax.bench import plan
+from hgpo_jax.bench.targets import GPUS, TPUS, Target, target_of
 from hgpo_jax.config import cli
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.setup import memory
 from hgpo_jax.utils.errors import ConfigError
 
@@ -31,6 +34,24 @@ def test_without_a_compiler_one_line_says_what_to_install(name, extra, monkeypat
         cli.run(bench.main)
     reason = f"no compiler for it (pip install 'hgpo_jax[{extra}]'): topology not implemented"
     assert capsys.readouterr().err == f"error: --compile {name}: {reason}\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "error", "match"),
+    [
+        ("RESOURCE_EXHAUSTED: 20G of 15.75G hbm.\nLargest:", ConfigError, "^--compile v5e:2x4: update does not fit: .*hbm.$"),
+        ("INTERNAL: a fault of the compiler", JaxRuntimeError, "a fault of the compiler"),
+    ],
+)
+def test_a_program_that_the_compiler_finds_too_large_is_refused(said, error, match, monkeypatch):
+    def lower():
+        raise JaxRuntimeError(said)
+
+    monkeypatch.setattr(plan, "target_of", lambda name, spec: Target(abstract_mesh(spec), "tpu-v5e", {}))
+    monkeypatch.setattr(plan, "Programs", lambda *_: [("update", lower, 0)])
+    monkeypatch.setattr("sys.argv", ["bench", "plan", "--mesh", "fsdp=8", "--compile", "v5e:2x4"])
+    with pytest.raises(error, match=match):
+        bench.main()
 
 
 def test_every_target_has_the_memory_of_its_chip():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.helpers.compiled_step import compile_step
 from tests.helpers.for_devices import compiled
 
 # Three layers show what all do: a stack of two, and the last.
@@ -25,3 +26,25 @@ def test_the_papers_settings_compile_and_fit(devices, mesh, program):
     assert not found["calls of the host"]
     if program == "prefill":
         assert abs(found["planned"] / found["bytes"] - 1) < 0.05
+
+
+SMALL = (
+    "policy.compute_dtype=bfloat16",
+    "policy.num_attention_heads=4",
+    "policy.num_key_value_heads=2",
+    "mesh=data=2,fsdp=2,tensor=2",
+    "rollout.prompt_groups=4",
+    "rollout.group_size=2",
+    "env.max_turns=3",
+    "learner.minibatch_size=16",
+    "learner.microbatch_size=4",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.needs("gpu-compiler")
+@pytest.mark.parametrize("fields", [("method=kpo",), ("method=ppo", "learner.offload=true", "learner.remat=full")])
+def test_a_whole_training_step_compiles(fields):
+    """Estimator, critic, loss and optimizer in one program; configs/launch/README.md has the other methods."""
+    compile_step("h100:8", *SMALL, *fields)

@@ -10,7 +10,7 @@ from hgpo_jax.bench import limits, plan
 from hgpo_jax.config import cli, load
 from hgpo_jax.policy import ModelConfig, shapes
 from hgpo_jax.policy.mesh import make_mesh
-from hgpo_jax.setup import memory
+from hgpo_jax.setup import job, memory
 from hgpo_jax.utils.errors import ConfigError
 
 SIZES = {
@@ -99,3 +99,16 @@ def test_the_peak_is_that_of_the_larger_phase_and_a_part_of_the_memory_stays_fre
     with pytest.raises(ConfigError, match=r"^mesh=auto: needs "):
         memory.refuse_too_large(load(), phases, 93, 100)
     assert "peak on each device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_processors_hold_the_state_again_while_a_checkpoint_is_written(offload, monkeypatch):
+    """An update beside the writer needs parameters, moments and critic once more."""
+    config, mesh = load(None, ["method=ppo", f"learner.offload={offload}"]), make_mesh("data=1", jax.devices()[:1])
+    before, planned = memory.bytes_of_run(config, mesh), []
+    monkeypatch.setattr(memory, "refuse_too_large", lambda config, phases, needed, limit: planned.append(phases))
+    model = job.check_memory(config, mesh)
+    weights = 4 * sum(a.size for a in jax.tree.leaves(shapes(model)))
+    more = sum(planned[0]["update"].values()) - sum(before["update"].values())
+    assert more == 2 * 3 * weights  # policy and critic, each with two moments
+    assert (planned[0]["always"], planned[0]["sampling"]) == (before["always"], before["sampling"])

@@ -11,8 +11,9 @@ import pytest
 from small_plan import write_plan
 
 from hgpo_jax.tables import __main__ as tables
+from hgpo_jax.tables import advantage_errors, run
 from hgpo_jax.tables import plan as planning
-from hgpo_jax.tables import run
+from hgpo_jax.utils import heartbeat
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.training import TINY
 from tests.helpers.xla import xla_flags
@@ -135,3 +136,18 @@ def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
     assert success[0] == success[1]
     tables.main(["collect", str(runs)])
     assert json.loads((runs / "runs.json").read_text())["cells"][0]["done"]
+
+
+def test_a_command_that_takes_long_says_what_it_does(tmp_path, monkeypatch):
+    """The heartbeat names the cells that run; `bias` measures under one, too."""
+    small, heard = write_plan(tmp_path), []
+
+    def names(*_, **options):
+        heard.append([one.name for one in heartbeat.current()._running])
+        return ""
+
+    monkeypatch.setattr(run, "_fault", names)
+    monkeypatch.setattr(advantage_errors, "measure_all", names)
+    for arguments in (["run", small, "far/hgpo/s1"], ["bias", small]):
+        tables.main([*map(str, arguments), "--runs", str(tmp_path / "runs")])
+    assert heard == [["far/hgpo/s1"], []]

@@ -16,7 +16,7 @@ PUBLISHED = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen3-4B", "Llama-3.
 AXES = st.fixed_dictionaries({axis: st.sampled_from((1, 2, 3, 4, 8)) for axis in ("data", "fsdp", "tensor")})
 
 
-@settings(max_examples=20)
+@settings(max_examples=20, deadline=None)
 @given(AXES, st.sampled_from(PUBLISHED), st.integers(10, 200_000))
 def test_the_mesh_divides_a_smaller_policy(axes, name, words):
     published = preset(name)
@@ -29,6 +29,7 @@ def test_the_mesh_divides_a_smaller_policy(axes, name, words):
     assert (model.model_type, model.tie_word_embeddings) == (published.model_type, published.tie_word_embeddings)
 
 
+@settings(deadline=None)
 @given(AXES, st.integers(1, 8), st.integers(1, 300), st.integers(1, 64))
 def test_the_mesh_divides_what_is_counted(axes, group_size, minibatch, microbatch):
     sizes = [f"rollout.group_size={group_size}", f"learner.minibatch_size={minibatch}", f"learner.microbatch_size={microbatch}"]
@@ -60,9 +61,30 @@ def test_a_stage_that_fails_is_named(end, told, tmp_path, monkeypatch, capfd):
     assert "compiling the update" in capfd.readouterr().err
 
 
-def test_a_source_of_unknown_sizes_is_refused(tmp_path):
+def test_what_nothing_reads_stays():
+    household = rehearsal.smaller(load("household"), rehearsal._axes("data=2"))["rollout"]
+    assert (household["prompt_limit"], household["response_limit"]) == (4096, 512)
+
+
+def test_a_refused_rehearsal_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rehearsal, "fresh_tokenizer", lambda config: None)  # all texts of the household, which takes seconds
+    (absent := tmp_path / "policy").mkdir()
     with pytest.raises(ConfigError, match="sizes are not known"):
-        rehearsal._origin(load("household_smollm2"), str(tmp_path))
+        rehearsal.rehearse(load("household_smollm2", [f"policy={absent}"]))
+    assert list(tmp_path.iterdir()) == [absent]
+
+
+def test_a_rehearsal_that_fails_leaves_its_log(tmp_path, monkeypatch):
+    def fail(title, command, devices, folder):
+        (folder / "train.log").write_text("no such kernel")
+        raise RunError(title)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(rehearsal, "_run", fail)
+    with pytest.raises(RunError, match="train one iteration"):
+        rehearsal.rehearse(load("household", ["mesh=data=2"]))
+    assert len(list(tmp_path.glob("*/train.log"))) == 1
 
 
 @pytest.mark.slow
