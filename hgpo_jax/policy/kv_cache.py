@@ -125,6 +125,24 @@ class KVCache(struct.PyTreeNode):
 
         return self.map(put, prompts)
 
+    def insert_at(self, tokens: KVCache, begin, lengths) -> KVCache:
+        """Writes the first `lengths` i32[B] slots of each row of another cache from slot `begin` i32[B] on, on one device."""
+        slot = jnp.arange(tokens.ends[-1])
+        rows, heads = jnp.arange(begin.shape[0])[:, None, None], jnp.arange(tokens.keys[0].shape[1])[:, None]
+
+        def put(part, slots, first, new):
+            at = begin[:, None] + slot - first
+            # A negative index would count from the end.
+            at = jnp.where((slot < lengths[:, None]) & (at >= 0), at, part.shape[slots])
+            index = (rows, heads, *(slice(None),) * (slots - 2), at[:, None])
+            return part.at[index].set(jnp.moveaxis(new, slots, 2), mode="drop")
+
+        return self.map(put, tokens)
+
+    def as_prompt(self) -> tuple[jax.Array, jax.Array]:
+        """Returns keys and values as they were given to `of`, [B, C, G, E] each."""
+        return self.whole("keys").transpose(0, 3, 1, 2), self.whole("values").transpose(0, 2, 1, 3)
+
     def take(self, rows) -> KVCache:
         """Selects rows i32[n] of the cache among those that a device has."""
         return jax.tree.map(lambda a: a[rows], self)

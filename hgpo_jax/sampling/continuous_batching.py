@@ -27,7 +27,19 @@ from jax.sharding import PartitionSpec as P
 from hgpo_jax.policy.kv_cache import AXES, KVCache, on_each_device
 from hgpo_jax.policy.mesh import partition
 from hgpo_jax.sampling.generate import Decoding, buckets, make_decode_blocks, turn_keys
-from hgpo_jax.sampling.slots import MAX_STEPS, NewPrompts, Pace, Sampled, SlotState, decode_slots, free_slots, prefill_slots
+from hgpo_jax.sampling.held_prefixes import HeldPrefixes, Match
+from hgpo_jax.sampling.slots import (
+    MAX_STEPS,
+    Continued,
+    NewPrompts,
+    Pace,
+    Sampled,
+    SlotState,
+    decode_slots,
+    extend_slots,
+    free_slots,
+    prefill_slots,
+)
 
 # A step decodes at least MIN_STEPS tokens, and at most MAX_STEPS, until a sixteenth of the responses has ended. So an ended
 # slot waits for few tokens, and long responses are not interrupted for nothing.
@@ -76,6 +88,7 @@ class SlotPrograms:
             "take": jax.jit(self._take),
             "resize": jax.jit(self._resize, static_argnums=2),
             "prefill": jax.jit(self._prefill, donate_argnums=1),
+            "extend": jax.jit(self._extend, donate_argnums=1),
             "decode": jax.jit(self._decode, donate_argnums=2),
             "decode_blocks": make_decode_blocks(graphdef),
         }
@@ -147,6 +160,17 @@ class SlotPrograms:
         model, widths = nnx.merge(self._graphdef, params), (prompts.tokens.shape[1],)
         return prefill_slots(model, state, prompts, keys, widths, self.end_tokens, decoding)
 
+    def _extend(self, params, state: SlotState, prompts: Continued, keys, episodes, turns, decoding: Decoding):
+        """Like `_prefill`, for prompts that begin with what slots hold."""
+        keys = turn_keys(keys[episodes], turns)
+        data, everywhere = P("data"), P()
+        extend = self._on_data(self._extend_shard, (everywhere, data, data, data, _by_row(decoding)))
+        state, *first = extend(params, state, prompts, keys, decoding)
+        return self._place(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
+
+    def _extend_shard(self, params, state: SlotState, prompts: Continued, keys, decoding):
+        return extend_slots(nnx.merge(self._graphdef, params), state, prompts, keys, self.end_tokens, decoding)
+
     def _decode(self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding) -> tuple[SlotState, Sampled]:
         """Decodes MIN_STEPS to `most` (i32[], at most MAX_STEPS) tokens in every active slot; stops early when all have ended.
 
@@ -179,6 +203,8 @@ class SlotSampler:
       decoding: None if every request has its own.
       slots: maximum number of simultaneous responses, rounded up to a multiple of `programs.shards`.
       prompt_limit: P, tokens of the longest prompt.
+      reuse: whether a prompt that begins with what a slot holds is computed from there on (`held_prefixes.py`). Its response is
+        then the same up to rounding.
 
     Attributes:
       keys: the argument; it may be replaced by others of the same shape for later requests.
@@ -188,7 +214,17 @@ class SlotSampler:
       prompt_counts: numbers of prompts that are prefilled at a time, ascending.
     """
 
-    def __init__(self, programs: SlotPrograms, params, keys, decoding: Decoding | None, *, slots: int, prompt_limit: int):
+    def __init__(
+        self,
+        programs: SlotPrograms,
+        params,
+        keys,
+        decoding: Decoding | None,
+        *,
+        slots: int,
+        prompt_limit: int,
+        reuse: bool = False,
+    ):
         self._programs, self._params, self.keys, self._decoding = programs, params, keys, decoding
         self._blocks = programs("decode_blocks", "all layers", params)
         shards = programs.shards
@@ -200,6 +236,9 @@ class SlotSampler:
         self._length = 0  # tokens that a cache holds
         self._state: Any = None
         self._requests: list[list[SlotRequest | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
+        self._held = HeldPrefixes(shards, self._sizes[-1]) if reuse else None
+        self._rest_widths = buckets(prompt_limit, factor=4, smallest=32)
+        self._prompt_tokens, self._reused_tokens = 0, 0
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
         self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
         self.steps, self.busy = 0, 0.0
@@ -217,13 +256,17 @@ class SlotSampler:
     @property
     def counts(self) -> dict[str, float]:
         """Returns figures for a rollout's report (`result.py`)."""
-        return {"decode_steps": self.steps, "slot_use": self.busy / max(1, self.steps)}
+        reused = {"reused_share": self._reused_tokens / max(1, self._prompt_tokens)} if self._held else {}
+        return {"decode_steps": self.steps, "slot_use": self.busy / max(1, self.steps), **reused}
 
     def add(self, requests: Sequence[SlotRequest]) -> None:
         """Begins responses to some prompts, at most `free`; an episode has only one at a time."""
         if not requests:
             return
         self._make_room(max(len(request.ids) for request in requests))
+        self._prompt_tokens += sum(len(request.ids) for request in requests)
+        if self._held:
+            requests = self._continue(requests, self._held)
         some: list[SlotRequest] = []
         for width in self.prompt_widths:
             some += [request for request in requests if self._width(len(request.ids)) == width]
@@ -242,9 +285,18 @@ class SlotSampler:
 
     def cancel(self, episode: int) -> None:
         """Ends a response that is no longer wanted and frees its slot."""
-        del self._sampled[episode]
-        for requests in self._requests:
-            requests[:] = [None if request and request.episode == episode else request for request in requests]
+        tokens, _ = self._sampled.pop(episode)
+        for shard, requests in enumerate(self._requests):
+            for slot, request in enumerate(requests):
+                if request and request.episode == episode:
+                    self._free(shard, slot, tokens)
+
+    def _free(self, shard: int, slot: int, tokens: list[int]) -> None:
+        """Frees a slot in which these tokens of a response have been sampled."""
+        request, self._requests[shard][slot] = self._requests[shard][slot], None
+        assert request is not None
+        if self._held:
+            self._held.hold(shard, slot, [*request.ids, *tokens[:-1]])
 
     def step(self, most: int = MAX_STEPS) -> list[SlotResponse]:
         """Decodes up to `most` tokens, MAX_STEPS or fewer; returns the responses that have ended."""
@@ -280,7 +332,7 @@ class SlotSampler:
                 if out.ended[at]:
                     responses.append(SlotResponse(request.episode, np.array(tokens, np.int32), np.array(logp, np.float32)))
                     del self._sampled[request.episode]
-                    requests[slot] = None
+                    self._free(shard, slot, tokens)
         return responses
 
     def shrink(self, num_slots: int) -> None:
@@ -292,6 +344,8 @@ class SlotSampler:
             return
         rows = [sorted(range(len(requests)), key=lambda slot: requests[slot] is None)[:size] for requests in self._requests]
         self._resize(np.concatenate(rows), self._length)
+        if self._held:
+            self._held.take(rows)
         self._requests = [[requests[slot] for slot in some] for requests, some in zip(self._requests, rows, strict=True)]
 
     def _width(self, length: int) -> int:
@@ -334,11 +388,70 @@ class SlotSampler:
             if not (share and prompt in home and free[shard]):
                 shard = max(range(len(free)), key=lambda at: len(free[at]))
             home[prompt] = shard
-            slot = free[shard].pop(0)
-            self._requests[shard][slot] = request
-            self._sampled[request.episode] = [], []
+            slot = self._held.oldest(shard, free[shard]) if self._held else free[shard][0]
+            free[shard].remove(slot)
+            self._begin(shard, slot, request)
             prompts[shard].setdefault(prompt if share else request.episode, []).append((slot, request))
         return [list(some.values()) for some in prompts]
+
+    def _begin(self, shard: int, slot: int, request: SlotRequest) -> None:
+        self._requests[shard][slot] = request
+        self._sampled[request.episode] = [], []
+        if self._held:
+            self._held.hold(shard, slot, request.ids)
+
+    def _continue(self, requests: Sequence[SlotRequest], held: HeldPrefixes) -> list[SlotRequest]:
+        """Begins the responses whose prompts are worth continuing from what slots hold; returns the other requests."""
+        others, some, width = [], list[tuple[Match, SlotRequest]](), 0
+        for request in requests:
+            free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
+            match = held.match(request.ids, free)
+            rest = match and next(w for w in self._rest_widths if w >= len(request.ids) - match.length)
+            if not match or not rest or rest >= self._width(len(request.ids)):
+                others.append(request)
+                continue
+            waits = any((match.shard, match.source) == (other.shard, other.slot) for other, _ in some)
+            if some and (waits or rest != width):
+                self._extend(width, some)
+                some = []
+            some.append((match, request))
+            width = rest
+            self._begin(match.shard, match.slot, request)
+            self._reused_tokens += match.length
+        if some:
+            self._extend(width, some)
+        return others
+
+    def _extend(self, width: int, prompts: list[tuple[Match, SlotRequest]]) -> None:
+        """Computes the rests of prompts, of up to `width` tokens, and begins their responses."""
+        shards, slots = len(self._requests), len(self._requests[0])
+        by_shard = [[prompt for prompt in prompts if prompt[0].shard == shard] for shard in range(shards)]
+        count = next(size for size in self._sizes if size >= max(map(len, by_shard)))
+        tokens = np.zeros((shards, count, width), np.int32)
+        begin, source, turn = np.zeros((3, shards, count), np.int32)
+        lengths, slot = np.ones((shards, count), np.int32), np.full((shards, count), slots, np.int32)
+        episode = np.full((shards, count), -1, np.int32)
+        rows: list[list[SlotRequest | None]] = [[None] * count for _ in range(shards)]
+        for shard, of_shard in enumerate(by_shard):
+            for i, (match, request) in enumerate(of_shard):
+                rest = request.ids[match.length :]
+                tokens[shard, i, : len(rest)], lengths[shard, i], begin[shard, i] = rest, len(rest), match.length
+                source[shard, i], slot[shard, i], rows[shard][i] = match.source, match.slot, request
+                episode[shard, i], turn[shard, i] = request.episode, request.turn
+        flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
+        of_rows = [request for some in rows for request in some]
+        self._state, *first = self._programs(
+            "extend",
+            f"{episode.size} prompts by {width} tokens in {self._shape()}",
+            self._params,
+            self._state,
+            Continued(flat(tokens), flat(lengths), flat(begin), flat(source), flat(slot), self._limits(of_rows)),
+            self.keys,
+            flat(np.maximum(episode, 0)),
+            flat(turn),
+            self._decodings(of_rows),
+        )
+        self._first.append((flat(episode).tolist(), *first))
 
     def _prompts_at_a_time(self, count: int) -> int:
         """Returns how many of `count` prompts a shard prefills next: a size that is filled to more than half."""

@@ -64,6 +64,17 @@ class NewPrompts(struct.PyTreeNode):
     limits: Array  # i32[m], the most tokens that it may have
 
 
+class Continued(struct.PyTreeNode):
+    """n prompts that begin with what slots hold, each with one response; each device has its part of the rows."""
+
+    tokens: Array  # i32[n, W], the rest of each prompt, right-padded
+    lengths: Array  # i32[n], of the rest
+    begin: Array  # i32[n], tokens that are held
+    source: Array  # i32[n], the slot that holds them, counted within the device's part
+    slots: Array  # i32[n], the slot that the response goes into, likewise; one beyond the last drops it
+    limits: Array  # i32[n], the most tokens that it may have
+
+
 class Pace(NamedTuple):
     """How long slots are decoded before ended responses make room for others."""
 
@@ -99,16 +110,36 @@ def prefill_slots(model, state: SlotState, prompts: NewPrompts, keys, widths: Se
         hidden, prompt_cache = read(prompts.tokens.shape[1])
     select = lambda hidden, lengths, at: (hidden[at], lengths[at])  # noqa: E731
     hidden, lengths = on_each_device(select, hidden, prompts.lengths, prompts.source)
+    rows, token, logp = _first_tokens(model, hidden, lengths, prompts.limits, keys, end_tokens, decoding)
+    return on_each_device(_insert, state, rows, prompt_cache, prompts.source, prompts.slots), token, logp
+
+
+def extend_slots(model, state: SlotState, prompts: Continued, keys, end_tokens, decoding):
+    """Like `prefill_slots`, for prompts that begin with what slots hold."""
+    held = on_each_device(lambda cache, rows: [layer.take(rows) for layer in cache], state.cache, prompts.source)
+    hidden, cache = model.extend(prompts.tokens, prompts.begin, prompts.lengths, held)
+    lengths = prompts.begin + prompts.lengths
+    rows, token, logp = _first_tokens(model, hidden, lengths, prompts.limits, keys, end_tokens, decoding)
+
+    def insert(state, rows, cache, slots):
+        return _insert(state, rows, cache, jnp.arange(slots.shape[0]), slots)
+
+    return on_each_device(insert, state, rows, cache, prompts.slots), token, logp
+
+
+def _first_tokens(model, hidden, lengths, limits, keys, end_tokens, decoding):
+    """Samples the first token of m responses: (their rows of a SlotState, i32[m], log-probabilities f32[m])."""
     token, logp = sample_next(model, hidden, keys, 0, end_tokens=end_tokens, decoding=decoding)
-    ended = is_end(token, end_tokens) | (prompts.limits <= 1)
-    new = {"key": keys, "prompt_length": lengths, "sampled": jnp.ones_like(token), "token": token, "ended": ended}
+    ended = is_end(token, end_tokens) | (limits <= 1)
+    rows = {"key": keys, "prompt_length": lengths, "sampled": jnp.ones_like(token), "token": token, "ended": ended}
+    return rows, token, logp
 
-    def insert(state, new, prompt_cache, source, slots):
-        rows = {name: value.at[slots].set(new[name], mode="drop") for name, value in state.rows().items()}
-        layers = zip(state.cache, prompt_cache, strict=True)
-        return SlotState.of(rows.get, [layer.insert(prompt, source, slots) for layer, prompt in layers])
 
-    return on_each_device(insert, state, new, prompt_cache, prompts.source, prompts.slots), token, logp
+def _insert(state: SlotState, rows, cache, source, slots) -> SlotState:
+    """Begins responses in `slots`, whose prompts are the rows `source` of a cache, on one device."""
+    new = {name: value.at[slots].set(rows[name], mode="drop") for name, value in state.rows().items()}
+    layers = zip(state.cache, cache, strict=True)
+    return SlotState.of(new.get, [layer.insert(prompt, source, slots) for layer, prompt in layers])
 
 
 def decode_slots(model, blocks, state: SlotState, limits, pace: Pace, end_tokens, decoding) -> tuple[SlotState, Sampled]:

@@ -48,12 +48,15 @@ def random_requests(seed: int, count: int = EPISODES, longest: int = SHORT) -> l
     ]
 
 
-def play(sampler: SlotSampler, waiting: list[SlotRequest], spec: str = "data=1") -> dict:
-    """Adds requests as slots become free, and leaves out slots that nobody wants; {episode: response}."""
+def play(sampler: SlotSampler, waiting: list[SlotRequest], spec: str = "data=1", more: int = 0) -> dict:
+    """Adds requests as slots become free, and leaves out slots that nobody wants; {episode: response}.
+
+    more: slots that will be wanted later.
+    """
     responses = {}
     with jax.set_mesh(programs(spec)[0]):
         while waiting or sampler.active:
-            sampler.shrink(len(waiting) + sampler.active)
+            sampler.shrink(len(waiting) + sampler.active + more)
             count = sampler.free
             sampler.add(waiting[:count])
             waiting = waiting[count:]
@@ -188,3 +191,35 @@ def test_a_step_ends_once_nobody_waits():
             sampler.add([SlotRequest(3, 0, [1, 2], limit=limit)])
             assert [len(response.tokens) for response in sampler.step()] == [limit]
             assert sampler.steps == steps
+
+
+def conversations(seed: int, turns: int) -> list[list[SlotRequest]]:
+    """For each turn, requests of all episodes, without the answers that they begin with from the second turn on."""
+    random = np.random.default_rng(seed)
+    head = random.integers(0, MODEL.vocab_size, 40).tolist()
+    new = lambda: random.integers(0, MODEL.vocab_size, int(random.integers(1, 20))).tolist()  # noqa: E731
+    return [[SlotRequest(episode, turn, (head if turn == 0 else []) + new()) for episode in range(6)] for turn in range(turns)]
+
+
+@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_a_conversation_goes_on_from_what_a_slot_holds(spec):
+    """Some are cut or begin anew, and in the end they lose their places to each other."""
+    mesh, compiled = programs(spec)
+    placed = jax.device_put(parameters(), shardings(MODEL, mesh))
+    sampler = SlotSampler(compiled, placed, KEYS, PLAIN, slots=SLOTS, prompt_limit=LONG, reuse=True)
+    random, texts = np.random.default_rng(1), {episode: [] for episode in range(6)}
+    for turn, requests in enumerate(conversations(4, 5)):
+        requests = [request._replace(ids=texts[request.episode] + list(request.ids)) for request in requests]
+        random.shuffle(requests)
+        responses = play(sampler, requests, spec, more=0 if turn == 3 else SLOTS)
+        check(responses, requests)
+        for request in requests:
+            keep = len(request.ids) if random.random() < 0.8 else int(random.integers(len(request.ids)))
+            texts[request.episode] = list(request.ids)[:keep] + responses[request.episode].tokens.tolist()
+        if turn == 2:  # a response that nobody wants leaves its prompt
+            with jax.set_mesh(mesh):
+                sampler.add([SlotRequest(20, 0, list(requests[0].ids))])
+                sampler.step(MIN_STEPS)
+                if sampler.active:
+                    sampler.cancel(20)
+    assert sampler.counts["reused_share"] > 0.5
