@@ -114,9 +114,9 @@ def _serve(name: str, api: Any, engine: Engine, listening: socket.socket) -> Non
     server = Server(settings(api, log_level="warning", limit_concurrency=CONNECTIONS, timeout_graceful_shutdown=5))
     engine.failed = lambda: setattr(server, "should_exit", True)
     with Heartbeat("compiling"), Progress("compiling", len(engine.shapes()), "program") as progress:
-        for length, prompts, responses in engine.shapes():
-            engine.warm_up(length, prompts, responses)
-            progress.update(1, {"prompts of": f"{length} tokens"})
+        for shape in engine.shapes():
+            engine.warm_up(*shape)
+            progress.update(1, {"prompts of": f"{shape[0]} tokens"})
     host, port = listening.getsockname()[:2]
     print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
     server.run(sockets=[listening])

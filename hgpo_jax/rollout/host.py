@@ -50,6 +50,7 @@ class TextSettings:
     workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
     time_limit: timeout in seconds, after which a worker's episode counts as hung.
     ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
+    reuse: whether a prompt that begins with the last one of its episode is computed from there on (`held_prefixes.py`).
     """
 
     batch: int
@@ -60,6 +61,7 @@ class TextSettings:
     workers: int = 0
     time_limit: float = 60.0
     ready_fraction: float = 1.0
+    reuse: bool = False
 
 
 class HostRollout:
@@ -152,9 +154,9 @@ class HostRollout:
     ) -> dict[str, float]:
         """Plays some of a call's episodes, from their beginning, into its buffer; returns the sampler's figures."""
         tasks = [int(task) for task in tasks]
+        sizes = {"slots": self._slots, "prompt_limit": self._format.prompt_limit, "reuse": self._settings.reuse}
         samplers = {
-            name: SlotSampler(programs, params[name], keys, decoding, slots=self._slots, prompt_limit=self._format.prompt_limit)
-            for name, programs in self._programs.items()
+            name: SlotSampler(programs, params[name], keys, decoding, **sizes) for name, programs in self._programs.items()
         }
         self._workers.discard_answers()
         self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
@@ -190,8 +192,11 @@ class HostRollout:
             pending += len(requests)
         for episode, prompt in self._prompts(buffer, truncated).items():
             buffer.add_final_prompt(episode, prompt.ids)
-        steps = sum(sampler.steps for sampler in samplers.values())
-        return {"decode_steps": steps, "slot_use": sum(sampler.busy for sampler in samplers.values()) / max(1, steps)}
+        total = lambda name: sum(getattr(sampler, name) for sampler in samplers.values())  # noqa: E731
+        counts = {"decode_steps": total("steps"), "slot_use": total("busy") / max(1, total("steps"))}
+        if self._settings.reuse:
+            counts["reused_share"] = total("reused_tokens") / max(1, total("prompt_tokens"))
+        return counts
 
     def _prompts(self, buffer: EpisodeBuffer, episodes: Sequence[int]) -> dict[int, Prompt]:
         """Builds the next prompts of these episodes."""

@@ -23,7 +23,7 @@ from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.compiled import EpisodeState, Program, make_continuations, make_rollout, parse_answer, replay
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of
-from hgpo_jax.rollout.environments import Environment, backend
+from hgpo_jax.rollout.environments import Environment, backend, converses
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.requirements import check_compiled, roles_of
@@ -289,4 +289,5 @@ def _text_settings(config: Config) -> TextSettings:
         workers=env.workers,
         time_limit=env.time_limit,
         ready_fraction=rollout.ready_fraction,
+        reuse=converses(config),
     )

@@ -212,6 +212,8 @@ class SlotSampler:
       busy: the sum over these steps of the fraction of active slots, among the slots at that time.
       prompt_widths: prompt widths in slots, ascending.
       prompt_counts: numbers of prompts that are prefilled at a time, ascending.
+      rest_widths: widths in slots of what is left of a prompt that is continued, ascending.
+      prompt_tokens, reused_tokens: tokens of all prompts so far, and those of them that a slot held.
     """
 
     def __init__(
@@ -237,8 +239,8 @@ class SlotSampler:
         self._state: Any = None
         self._requests: list[list[SlotRequest | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
         self._held = HeldPrefixes(shards, self._sizes[-1]) if reuse else None
-        self._rest_widths = buckets(prompt_limit, factor=4, smallest=32)
-        self._prompt_tokens, self._reused_tokens = 0, 0
+        self.rest_widths = buckets(prompt_limit, factor=4, smallest=32)
+        self.prompt_tokens, self.reused_tokens = 0, 0
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
         self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
         self.steps, self.busy = 0, 0.0
@@ -256,15 +258,15 @@ class SlotSampler:
     @property
     def counts(self) -> dict[str, float]:
         """Returns figures for a rollout's report (`result.py`)."""
-        reused = {"reused_share": self._reused_tokens / max(1, self._prompt_tokens)} if self._held else {}
-        return {"decode_steps": self.steps, "slot_use": self.busy / max(1, self.steps), **reused}
+        reused = self.reused_tokens / max(1, self.prompt_tokens)
+        return {"decode_steps": self.steps, "slot_use": self.busy / max(1, self.steps), "reused_share": reused}
 
     def add(self, requests: Sequence[SlotRequest]) -> None:
         """Begins responses to some prompts, at most `free`; an episode has only one at a time."""
         if not requests:
             return
         self._make_room(max(len(request.ids) for request in requests))
-        self._prompt_tokens += sum(len(request.ids) for request in requests)
+        self.prompt_tokens += sum(len(request.ids) for request in requests)
         if self._held:
             requests = self._continue(requests, self._held)
         some: list[SlotRequest] = []
@@ -406,27 +408,27 @@ class SlotSampler:
         for request in requests:
             free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
             match = held.match(request.ids, free)
-            rest = match and next(w for w in self._rest_widths if w >= len(request.ids) - match.length)
+            rest = match and next(w for w in self.rest_widths if w >= len(request.ids) - match.length)
             if not match or not rest or rest >= self._width(len(request.ids)):
                 others.append(request)
                 continue
             waits = any((match.shard, match.source) == (other.shard, other.slot) for other, _ in some)
-            if some and (waits or rest != width):
+            full = sum(match.shard == other.shard for other, _ in some) == self._sizes[0]
+            if some and (waits or full or rest != width):
                 self._extend(width, some)
                 some = []
             some.append((match, request))
             width = rest
             self._begin(match.shard, match.slot, request)
-            self._reused_tokens += match.length
+            self.reused_tokens += match.length
         if some:
             self._extend(width, some)
         return others
 
     def _extend(self, width: int, prompts: list[tuple[Match, SlotRequest]]) -> None:
         """Computes the rests of prompts, of up to `width` tokens, and begins their responses."""
-        shards, slots = len(self._requests), len(self._requests[0])
+        shards, slots, count = len(self._requests), len(self._requests[0]), self._sizes[0]
         by_shard = [[prompt for prompt in prompts if prompt[0].shard == shard] for shard in range(shards)]
-        count = next(size for size in self._sizes if size >= max(map(len, by_shard)))
         tokens = np.zeros((shards, count, width), np.int32)
         begin, source, turn = np.zeros((3, shards, count), np.int32)
         lengths, slot = np.ones((shards, count), np.int32), np.full((shards, count), slots, np.int32)

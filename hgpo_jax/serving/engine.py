@@ -110,9 +110,8 @@ class Engine:
         with jax.set_mesh(mesh):
             seats = -(-slots // programs.shards) * programs.shards
             self._keys = np.tile(_key_data(0), (seats, 1))
-            self._sampler = SlotSampler(
-                programs, policy.params, _as_keys(self._keys.copy()), None, slots=slots, prompt_limit=prompt_limit
-            )
+            keys = _as_keys(self._keys.copy())
+            self._sampler = SlotSampler(programs, policy.params, keys, None, slots=slots, prompt_limit=prompt_limit, reuse=True)
         self._change = threading.Condition()  # guards the fields below
         self._waiting: deque[Generation] = deque()
         self._cancelled: set[Generation] = set()
@@ -135,24 +134,32 @@ class Engine:
             self._closing = True
             self._change.notify()
 
-    def shapes(self) -> list[tuple[int, int, int]]:
-        """Lists (tokens of a prompt, prompts, responses to each) for `warm_up`: all that are compiled separately."""
+    def shapes(self) -> list[tuple[int, int, int, int]]:
+        """Lists (tokens of a prompt, prompts, responses to each, tokens of a continuation) for `warm_up`: all that are compiled
+        separately."""
         # The longest prompts come first, so that the caches have room for all and never grow.
         counts = [(prompts, 1) for prompts in self._sampler.prompt_counts] + [(1, 2)][: self.slots - 1]
-        return [(length, *count) for length in self._sampler.prompt_widths[::-1] for count in counts]
+        whole = [(length, *count, 0) for length in self._sampler.prompt_widths[::-1] for count in counts]
+        return whole + [(self.prompt_limit, 1, 1, rest) for rest in self._sampler.rest_widths[:-1]]
 
-    def warm_up(self, length: int, prompts: int, responses: int) -> None:
-        """Compiles the programs for such requests, so that no client waits for it later. Raises RunError if that fails."""
+    def warm_up(self, length: int, prompts: int, responses: int, rest: int) -> None:
+        """Compiles the programs for such requests, so that no client waits for it later. Raises RunError if that fails.
+
+        rest: tokens that a second request adds to the first one's; 0: there is none.
+        """
+        # Prompts of different calls must not begin alike: they would be continued.
+        random = np.random.default_rng((length, prompts, responses, rest))
+        ids = random.integers(0, self.vocabulary, (prompts, length))
+        for size in (length - rest, length) if rest else (length,):
+            self._sample_two_tokens(ids[:, :size].tolist(), responses)
+
+    def _sample_two_tokens(self, prompts: Sequence[list[int]], responses: int) -> None:
         reports: queue.Queue[Progress] = queue.Queue()
         limit = min(2, self.response_limit)
         self.submit(
-            [
-                Generation([prompt] * length, limit, Decoding(), 0, number, reports.put)
-                for prompt in range(prompts)
-                for number in range(responses)
-            ]
+            [Generation(ids, limit, Decoding(), 0, number, reports.put) for ids in prompts for number in range(responses)]
         )
-        for _ in range(prompts * responses):
+        for _ in range(len(prompts) * responses):
             while not (progress := reports.get()).ended:
                 pass
             if progress.error:

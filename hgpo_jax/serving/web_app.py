@@ -124,7 +124,8 @@ class Api:
     async def _health(self, request: Request) -> Response:
         if self._engine.failure:
             return JSONResponse({"status": self._engine.failure}, 503)
-        return JSONResponse({"status": "ok", "active": self._engine.active, "waiting": self._engine.waiting})
+        load = {"active": self._engine.active, "waiting": self._engine.waiting}
+        return JSONResponse({"status": "ok", **load, "reused_share": self._engine.counts["reused_share"]})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._description()]})
