@@ -13,6 +13,7 @@ transcripts.txt.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 
 from hgpo_jax import config as configuration
@@ -52,7 +53,8 @@ def main() -> None:
     fields = cli.read_fields(args)
     config = configuration.resolve(fields) if args.resume == "never" else None
     # Only here: these take seconds to import, and mistakes in fields have been rejected by now.
-    with Heartbeat("importing the program"):
+    # Which of several processes this is, and whether it may speak, is not known yet.
+    with contextlib.nullcontext() if args.distributed else Heartbeat("importing the program"):
         from hgpo_jax.setup.validate import check_overrides
         from hgpo_jax.trainer.main import Interrupted, dry_run, train
 

@@ -28,7 +28,7 @@ from hgpo_jax.envs.alfworld.game_file import CAN, MARKS, PLACE_CAN
 from hgpo_jax.envs.alfworld.tables import Games, Tables, compile_games
 
 # The modules that a new game depends on, besides the game files and the code that reads them.
-CODE = ("bits", "commands", "compiled", "expert", "generated", "usual_places", "compiled_observations")
+CODE = ("bits", "compiled_commands", "compiled", "expert", "generated", "usual_places", "compiled_observations")
 BATCH = 1024  # games played at once
 TURNS = 50  # limit for the expert to win
 # By task type: the sentences of the official games; and the treatment of the thing, rows of MARKS, CAN and PLACE_CAN.

@@ -70,17 +70,19 @@ class KVCache(struct.PyTreeNode):
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, SLOTS[name])
 
     def lengthen(self, more: int) -> KVCache:
-        """Returns the cache with `more` further empty slots."""
-        if not more:
-            return self
-        total = self.ends[-1] + more
+        """Returns the cache with `more` further empty slots, in one part."""
 
-        def split(name: str) -> tuple:
+        def pad(name: str) -> tuple[jax.Array]:
             whole, slots = self.whole(name), SLOTS[name]
-            whole = jnp.pad(whole, [(0, more if axis == slots else 0) for axis in range(whole.ndim)])
-            return tuple(jnp.split(whole, _ends(total, _bytes_on_a_device(whole))[:-1], slots))
+            return (jnp.pad(whole, [(0, more if axis == slots else 0) for axis in range(whole.ndim)]),)
 
-        return KVCache(split("keys"), split("values"))
+        return KVCache(pad("keys"), pad("values"))
+
+    def in_parts(self) -> KVCache:
+        """Returns the cache in the parts that decoding may leave out."""
+        wholes = {name: self.whole(name) for name in SLOTS}
+        ends = _ends(self.ends[-1], _bytes_on_a_device(wholes["keys"]))
+        return KVCache(**{name: tuple(jnp.split(whole, ends[:-1], SLOTS[name])) for name, whole in wholes.items()})
 
     def partition(self) -> KVCache:
         """Returns the PartitionSpecs of all arrays on the mesh in context."""

@@ -137,7 +137,7 @@ class SlotPrograms:
         """Returns one layer's cache of the slots `rows`, resized to `length` tokens."""
 
         def resize(layer, rows):
-            return layer.take(rows).lengthen(length - layer.ends[-1])
+            return layer.take(rows).lengthen(length - layer.ends[-1]).in_parts()
 
         resized = self._on_data(lambda *a: on_each_device(resize, *a), P("data"))(layer, rows)
         return jax.lax.with_sharding_constraint(resized, self._cache_shardings(resized))

@@ -115,7 +115,7 @@ def _read(graphdef, params, prompt, length, capacity: int):
     """Prefills a prompt i32[1, P], right-padded: (next-token logits f32[1, V], a cache of `capacity` slots)."""
     model = nnx.merge(graphdef, params)
     hidden, cache = model.prefill(prompt, length - 1, capacity)
-    return model.logits(hidden), cache
+    return model.logits(hidden), [layer.in_parts() for layer in cache]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=(3, 4))

@@ -215,7 +215,12 @@ def generate(
         lengths=jnp.ones(B, jnp.int32),
     )
     state = DecodeState(
-        index=jnp.arange(B), key=keys, prompt_length=lengths, token=token, ended=is_end(token, end_tokens), cache=cache
+        index=jnp.arange(B),
+        key=keys,
+        prompt_length=lengths,
+        token=token,
+        ended=is_end(token, end_tokens),
+        cache=[layer.in_parts() for layer in cache],
     )
 
     def step(carry):

@@ -86,7 +86,7 @@ class Pace(NamedTuple):
 def free_slots(model, slots: int, length: int) -> SlotState:
     """Makes `slots` free slots whose caches hold `length` tokens, for a bound `Qwen2`."""
     one = jnp.zeros((slots, 1), jnp.int32)
-    like = jax.eval_shape(lambda: model.prefill(one, one[:, 0], length)[1])
+    like = jax.eval_shape(lambda: [layer.in_parts() for layer in model.prefill(one, one[:, 0], length)[1]])
     cache = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like)
     ones = jnp.ones(slots, jnp.int32)
     rows = {"key": jax.random.split(jax.random.key(0), slots), "ended": ones > 0}

@@ -55,7 +55,7 @@ def test_a_cache_is_read_only_as_far_as_needed(needed, read):
     # A NaN that is read reaches the result, masked or not.
     beyond = jnp.arange(1000)[:, None, None] >= read
     k_read, v_read = (jnp.where(beyond, jnp.nan, a) for a in (k, v))
-    rows, room = jnp.arange(3), KVCache.of(k[:, :1], v[:, :1]).lengthen(999)
+    rows, room = jnp.arange(3), KVCache.of(k[:, :1], v[:, :1]).lengthen(999).in_parts()
     cache = room.insert(KVCache.of(k_read, v_read), rows, rows)
     out = jax.jit(decode_attention)(q[:, 0], cache, positions, needed)
     np.testing.assert_allclose(out, plain(q, k, v, positions[:, None])[:, 0], atol=1e-5)

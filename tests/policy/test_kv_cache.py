@@ -13,7 +13,7 @@ def test_a_cache_holds_what_was_put_into_it(first, slots, ends):
     """Whether a token comes with a prompt, alone, or from another cache."""
     keys, values = (jax.random.normal(jax.random.key(i), (3, slots - 2, 2, 8)) for i in range(2))
     position = jnp.array([first, 1, slots - 1])
-    cache = KVCache.of(keys[:, :first], values[:, :first]).lengthen(1).lengthen(slots - first - 1)
+    cache = KVCache.of(keys[:, :first], values[:, :first]).lengthen(1).in_parts().lengthen(slots - first - 1).in_parts()
     assert cache.ends == ends
     cache = cache.write(keys[:, -1], values[:, -1], position)
     empty = jnp.zeros((3, slots, 2, 8))
@@ -21,7 +21,7 @@ def test_a_cache_holds_what_was_put_into_it(first, slots, ends):
         empty.at[:, :first].set(a[:, :first]).at[jnp.arange(3), position].set(a[:, -1]) for a in (keys, values)
     )
     same(cache, new_keys, new_values)
-    moved = KVCache.of(empty[:, :1], empty[:, :1]).lengthen(slots - 1)
+    moved = KVCache.of(empty[:, :1], empty[:, :1]).lengthen(slots - 1).in_parts()
     moved = moved.insert(KVCache.of(keys, values), jnp.array([2, 0, 1]), jnp.array([0, 2, 3]))  # row 3 is outside
     source = lambda a: empty.at[0, : slots - 2].set(a[2]).at[2, : slots - 2].set(a[0])  # noqa: E731
     same(moved, source(keys), source(values))
