@@ -27,6 +27,8 @@ ARRAYS = {
     "agents": (jnp.int32, 2),
     "actions": (jnp.int32, 2),
     "success": (jnp.bool_, 1),
+    "task": (jnp.int32, 1),
+    "lengths": (jnp.int32, 2),
     "switches": (jnp.bool_, 2),
     "high_values": (jnp.float32, 2),
     "low_values": (jnp.float32, 2),

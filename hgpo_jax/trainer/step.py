@@ -20,7 +20,7 @@ from hgpo_jax.learner import conversations, losses
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
 from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of, parameters
-from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options
+from hgpo_jax.learner.methods import episode_arrays, estimator_options
 from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import (
     make_logprobs,
@@ -312,8 +312,7 @@ def _estimate(job: Job, e: Episodes, values, final_values) -> advantages.Estimat
     """
     name = job.method.estimator
     batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
-    needed, _ = advantages.parameters(name)
-    arrays = {array: getattr(e, array) for array in needed if array in AVAILABLE_ARRAYS}
+    arrays = episode_arrays(e, name)
     if job.method.parts:
         by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
         arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))
