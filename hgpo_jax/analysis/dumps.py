@@ -56,6 +56,7 @@ class Dump:
         """The estimators that need only a dump; the run's own first, if it is one of them (`gae` needs values)."""
         # With one role, comparing roles is comparing everything.
         held = methods.AVAILABLE_ARRAYS.keys() - (set() if len(self.roles) > 1 else {"agents"})
+        held -= {"signals"} if self.episodes.signals is None else set()
         needed = {name: set(advantages.parameters(name)[0]) for name in ESTIMATORS}
         able = [name for name in needed if held | ({"agents"} if name == self.estimator else set()) >= needed[name]]
         return tuple(sorted(able, key=lambda name: name != self.estimator))

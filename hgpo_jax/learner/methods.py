@@ -50,6 +50,7 @@ AVAILABLE_ARRAYS = {
     "agents": "agents",
     "lengths": "response_lengths",
     "next_states": "next_states",
+    "signals": "signals",  # None unless the environment or the reward function declares some
     "success": "success",
     "task": "task",  # the task's type
 }
@@ -95,7 +96,8 @@ def method_named(name: str) -> Method:
 def episode_arrays(e: Episodes, estimator: str) -> dict[str, Any]:
     """Returns the arrays of Episodes that an estimator needs besides the batch."""
     needed, _ = parameters(estimator)
-    return {array: getattr(e, AVAILABLE_ARRAYS[array]) for array in needed if array in AVAILABLE_ARRAYS}
+    arrays = {array: getattr(e, AVAILABLE_ARRAYS[array]) for array in needed if array in AVAILABLE_ARRAYS}
+    return {array: value for array, value in arrays.items() if value is not None}
 
 
 def estimator_options(config: Config, estimator: str) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def _check_estimator(name: str) -> None:
             "besides the batch, and options need a default"
         )
     arrays = {
-        array: jax.ShapeDtypeStruct((2, 3)[:axes], dtype)
+        array: jax.ShapeDtypeStruct((2, 3, 1)[:axes], dtype)
         for array, (dtype, axes) in checks.ARRAYS.items()
         if array in needed | {"rewards", "mask", "states", "groups"}
     }
@@ -140,7 +142,7 @@ def check_numbers(name: str) -> None:
     if name in METHODS:
         return
     mask = np.arange(3) < np.array([3, 2, 3, 1])[:, None]
-    arrays = {array: np.zeros(mask.shape[:axes], dtype) for array, (dtype, axes) in checks.ARRAYS.items()}
+    arrays = {array: np.zeros((*mask.shape, 1)[:axes], dtype) for array, (dtype, axes) in checks.ARRAYS.items()}
     arrays["rewards"][2, 2], arrays["success"][2], arrays["groups"][2:] = 10, True, 1
     arrays["lengths"][mask] = 1
     for array in ("states", "next_states", "actions"):

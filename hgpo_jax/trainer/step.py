@@ -93,10 +93,11 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
         raise RunError(
             f"iteration {iteration + 1}: all {len(failures)} episodes failed, in the first one: {failures[min(failures)]}"
         )
+    signals = {f"signal/{name}": values.sum() for name, values in result.episodes.signals_by_name(job.signals).items()}
     unknown = result.report and (result.episodes.mask[:, 0] & ~result.episodes.judged).any()
     if unknown and "success" in advantages.parameters(job.method.estimator)[0]:
         raise RunError(f"method={job.config.method}: needs to know which episodes are won, and the environment does not say it")
-    return result, rollout_sums(result.episodes, job.config.advantage.gamma, job.runner.roles) | rewards
+    return result, rollout_sums(result.episodes, job.config.advantage.gamma, job.runner.roles) | rewards | signals
 
 
 def punish_overlong(job: Job, e: Episodes) -> Episodes:
