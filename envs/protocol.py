@@ -198,7 +198,8 @@ class TextTeam(Protocol):
 
 
 # The info of a text environment's step. Optional are `score`, a float, by default 1 for a solved task, and `truncated`,
-# whether a time limit ended the episode, by default true if `max_turns` actions did not solve the task.
+# whether a time limit ended the episode, by default true if `max_turns` actions did not solve the task. An environment with an
+# attribute `signals`, names such as ("format", "cost"), also has `signals` here, a dict with a number for each.
 INFO = {
     "won": "whether the task is solved, None where nobody can tell",
     "admissible": "whether the last action was one of the commands",

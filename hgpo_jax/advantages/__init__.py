@@ -5,7 +5,7 @@
 
 A new estimator is one function in one file, `def name(batch, *, options) -> Estimate`, and one line in `ESTIMATORS`.
 Its keyword arguments with a default are options (give a new one its range in `checks.OPTIONS`); those without are
-further arrays (`checks.ARRAYS`).
+further arrays (`checks.ARRAYS`; training has those of `learner.methods.AVAILABLE_ARRAYS`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from hgpo_jax.advantages.eb_td import eb_td
 from hgpo_jax.advantages.ecpo import ecpo
 from hgpo_jax.advantages.gae import gae
 from hgpo_jax.advantages.gagpo import gagpo
+from hgpo_jax.advantages.gdpo import gdpo
 from hgpo_jax.advantages.gigpo import gigpo
 from hgpo_jax.advantages.graphgpo import graphgpo
 from hgpo_jax.advantages.grouping import state_ids
@@ -61,6 +62,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "ecpo": ecpo,
     "gae": gae,
     "gagpo": gagpo,
+    "gdpo": gdpo,
     "gigpo": gigpo,
     "graphgpo": graphgpo,
     "grpo": grpo,

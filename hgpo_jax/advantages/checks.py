@@ -14,7 +14,7 @@ import numpy as np
 
 from hgpo_jax.advantages.grouping import PADDING_KEY
 
-# Array arguments: dtype and number of leading axes of [B, T].
+# Array arguments: dtype and number of leading axes of [B, T, S]; there are S signals.
 ARRAYS = {
     "rewards": (jnp.float32, 2),
     "mask": (jnp.bool_, 2),
@@ -27,6 +27,9 @@ ARRAYS = {
     "agents": (jnp.int32, 2),
     "actions": (jnp.int32, 2),
     "success": (jnp.bool_, 1),
+    "task": (jnp.int32, 1),
+    "lengths": (jnp.int32, 2),
+    "signals": (jnp.float32, 3),
     "switches": (jnp.bool_, 2),
     "high_values": (jnp.float32, 2),
     "low_values": (jnp.float32, 2),
@@ -61,6 +64,10 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
     "base_group": (lambda x: isinstance(x, bool), "True or False"),
     "whiten": (lambda x: isinstance(x, bool), "True or False"),
     "normalize": (_one_of("mean", "mean_std"), "'mean' or 'mean_std'"),
+    "signal_weights": (
+        lambda x: isinstance(x, tuple) and all(map(_number(-1e6, 1e6), x)),
+        "a tuple of numbers from -1e6 to 1e6",
+    ),
     "statistics": (_one_of("per_step", "per_trajectory"), "'per_step' or 'per_trajectory'"),
 }
 
@@ -82,7 +89,7 @@ def check_option(name: str, value: object) -> None:
 def describe(name: str) -> str:
     """Returns the dtype and axes of an array argument, such as `int32[B, T]`."""
     dtype, axes = ARRAYS[name]
-    return f"{jnp.dtype(dtype).name}[{', '.join('BT'[:axes])}]"
+    return f"{jnp.dtype(dtype).name}[{', '.join('BTS'[:axes])}]"
 
 
 def mask_shape(mask: jax.Array | np.ndarray) -> tuple[int, int]:
@@ -94,15 +101,16 @@ def mask_shape(mask: jax.Array | np.ndarray) -> tuple[int, int]:
 
 
 def check_array(name: str, value: object, shape: tuple[int, int]) -> jax.Array | np.ndarray:
-    """Returns the argument as an array, after checking its kind of dtype and its shape [B, T] or [B]."""
+    """Returns the argument as an array, after checking its kind of dtype and its shape [B, T], [B] or [B, T, S]."""
     dtype, axes = ARRAYS[name]
     if not isinstance(value, jax.Array):
         value = np.asarray(value)
     kinds = {jnp.float32: (np.floating, np.integer), jnp.int32: (np.integer,), jnp.bool_: (np.bool_,)}[dtype]
     if not any(jnp.issubdtype(value.dtype, kind) for kind in kinds):
         raise ValueError(f"{name} has dtype {value.dtype}: give {jnp.dtype(dtype).name}")
-    if value.shape != shape[:axes]:
-        raise ValueError(f"{name} has shape {value.shape}: give {shape[:axes]}, because mask has shape {shape}")
+    if value.ndim != axes or value.shape[:2] != shape[:axes]:
+        further = " and an axis of signals" if axes == 3 else ""
+        raise ValueError(f"{name} has shape {value.shape}: give {shape[:axes]}{further}, because mask has shape {shape}")
     return value
 
 
@@ -122,7 +130,7 @@ def check_mask(mask: np.ndarray) -> None:
 def check_values(name: str, value: np.ndarray, mask: np.ndarray) -> None:
     """Refuse numbers that are not finite and ids that cannot be sorted, on steps that happened."""
     dtype, axes = ARRAYS[name]
-    happened = mask if axes == 2 else mask.any(axis=1)
+    happened = mask if axes == 2 else mask[..., None] if axes == 3 else mask.any(axis=1)
     if dtype == jnp.float32:
         bad, fix = happened & ~np.isfinite(value), "give finite numbers where mask is True"
         if not bad.any():

@@ -55,7 +55,8 @@ class Dump:
     def estimators(self) -> tuple[str, ...]:
         """The estimators that need only a dump; the run's own first, if it is one of them (`gae` needs values)."""
         # With one role, comparing roles is comparing everything.
-        held = methods.AVAILABLE_ARRAYS - (set() if len(self.roles) > 1 else {"agents"})
+        held = methods.AVAILABLE_ARRAYS.keys() - (set() if len(self.roles) > 1 else {"agents"})
+        held -= {"signals"} if self.episodes.signals is None else set()
         needed = {name: set(advantages.parameters(name)[0]) for name in ESTIMATORS}
         able = [name for name in needed if held | ({"agents"} if name == self.estimator else set()) >= needed[name]]
         return tuple(sorted(able, key=lambda name: name != self.estimator))
@@ -68,9 +69,7 @@ class Dump:
         Raises ValueError as `estimate` does.
         """
         name, e = name or self.estimator, self.episodes
-        arrays, _ = advantages.parameters(name)
-        available = {array: getattr(e, array) for array in arrays if array in methods.AVAILABLE_ARRAYS}
-        settings = available | estimator_options(self.config, name) | options
+        settings = methods.episode_arrays(e, name) | estimator_options(self.config, name) | options
         record = advantages.estimate(
             name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **settings
         )

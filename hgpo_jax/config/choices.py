@@ -25,6 +25,7 @@ METHODS = (
     "eb_td",
     "ecpo",
     "gagpo",
+    "gdpo",
     "gigpo",
     "graphgpo",
     "grpo",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 
 from hgpo_jax.config.open_fields import are_options, is_choice
 from hgpo_jax.config.section import NonNegative, Positive, Section, Share, field
+
+SignalWeight = Annotated[float, pydantic.Field(ge=-1e6, le=1e6)]
 
 
 class AdvantageConfig(Section):
@@ -32,6 +34,9 @@ class AdvantageConfig(Section):
         "0.95; takes time where they are long; default: only equal ones (or env.state_key)",
         gt=0,
         lt=1,
+    )
+    signal_weights: tuple[SignalWeight, ...] = field(
+        (), "gdpo: the weight of each signal beside the reward, whose weight is 1, as in 1,-0.5; default: 1 each"
     )
     invalid_penalty: float = field(
         0.5, "subtracted from the return of a step whose action is invalid, in the units of the rewards", ge=0, le=1e6

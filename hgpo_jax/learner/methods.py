@@ -12,6 +12,7 @@ import numpy as np
 from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
 from hgpo_jax.config import Config
 from hgpo_jax.envs import user_code
+from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import ConfigError, one_line
 from hgpo_jax.utils.untraceable import untraceable
 
@@ -43,10 +44,18 @@ class Method:
     parts: bool = False
 
 
-# Attributes of Episodes for estimators that need more than a Batch; `gae` and `hiper` also need a critic.
-AVAILABLE_ARRAYS = {"actions", "agents", "next_states", "success"}
+# Arrays for estimators that need more than a Batch -> the attribute of Episodes; `gae` and `hiper` also need a critic.
+AVAILABLE_ARRAYS = {
+    "actions": "actions",  # equal exactly if the actions are
+    "agents": "agents",
+    "lengths": "response_lengths",
+    "next_states": "next_states",
+    "signals": "signals",  # None unless the environment or the reward function declares some
+    "success": "success",
+    "task": "task",  # the task's type
+}
 
-METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.issuperset(parameters(name)[0])} | {
+METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() >= set(parameters(name)[0])} | {
     "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
     # These papers divide by the standard deviation.
     **{name: Method(name, normalize="mean_std") for name in ("dr_mas", "ecpo", "graphgpo", "pgpo")},
@@ -84,6 +93,13 @@ def method_named(name: str) -> Method:
     return Method(name, normalize=None)
 
 
+def episode_arrays(e: Episodes, estimator: str) -> dict[str, Any]:
+    """Returns the arrays of Episodes that an estimator needs besides the batch."""
+    needed, _ = parameters(estimator)
+    arrays = {array: getattr(e, AVAILABLE_ARRAYS[array]) for array in needed if array in AVAILABLE_ARRAYS}
+    return {array: value for array, value in arrays.items() if value is not None}
+
+
 def estimator_options(config: Config, estimator: str) -> dict[str, Any]:
     """Returns an estimator's configured options; others, except for a method's normalization, have the estimator's defaults."""
     values = config.advantage.model_dump()
@@ -98,13 +114,13 @@ def estimator_options(config: Config, estimator: str) -> dict[str, Any]:
 def _check_estimator(name: str) -> None:
     """Raises ConfigError if a user's estimator cannot be used; it is traced once with two trajectories of three steps."""
     needed = set(parameters(name)[0])
-    if lacking := needed - AVAILABLE_ARRAYS:
+    if lacking := needed - AVAILABLE_ARRAYS.keys():
         raise ConfigError(
             f"method={name}: needs {', '.join(sorted(lacking))}; an iteration has {', '.join(sorted(AVAILABLE_ARRAYS))} "
             "besides the batch, and options need a default"
         )
     arrays = {
-        array: jax.ShapeDtypeStruct((2, 3)[:axes], dtype)
+        array: jax.ShapeDtypeStruct((2, 3, 1)[:axes], dtype)
         for array, (dtype, axes) in checks.ARRAYS.items()
         if array in needed | {"rewards", "mask", "states", "groups"}
     }
@@ -126,8 +142,9 @@ def check_numbers(name: str) -> None:
     if name in METHODS:
         return
     mask = np.arange(3) < np.array([3, 2, 3, 1])[:, None]
-    arrays = {array: np.zeros(mask.shape[:axes], dtype) for array, (dtype, axes) in checks.ARRAYS.items()}
+    arrays = {array: np.zeros((*mask.shape, 1)[:axes], dtype) for array, (dtype, axes) in checks.ARRAYS.items()}
     arrays["rewards"][2, 2], arrays["success"][2], arrays["groups"][2:] = 10, True, 1
+    arrays["lengths"][mask] = 1
     for array in ("states", "next_states", "actions"):
         arrays[array][:] = np.array([[0, 1, 2], [0, 1, 0], [0, 2, 1], [0, 0, 0]]) + (array == "next_states")
     arguments = {array: arrays[array] for array in {"rewards", "states", "groups", *parameters(name)[0]}}

@@ -103,6 +103,8 @@ class CompiledTextRollout:
     Raises ValueError for a tokenizer or template that cannot be reproduced.
     """
 
+    signals: tuple[str, ...] = ()
+
     def __init__(
         self,
         env,

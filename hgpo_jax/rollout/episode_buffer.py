@@ -73,6 +73,8 @@ class EpisodeBuffer:
         turn, e = self.turn(episode), self._episodes
         if turn:
             e.rewards[episode, turn - 1] = output.reward
+            if e.signals is not None:
+                e.signals[episode, turn - 1] = output.signals
             e.invalid[episode, turn - 1] |= self._strict and not output.admissible
             self._admissible[episode].append(bool(output.admissible))
         last = turn == e.mask.shape[1]
@@ -136,9 +138,7 @@ class EpisodeBuffer:
         """Returns the episodes, of which failed ones are empty, and the report, with the figures of `sampling` added."""
         e, batch = self._episodes, len(self._episodes.mask)
         for episode in self.excluded:
-            for name, values in vars(e).items():
-                if name != "groups":
-                    values[episode] = 0
+            e.leave_out(episode)
         scores = np.zeros(batch, np.float32)
         for episode, output in self._latest.items():
             e.success[episode], e.judged[episode], e.task[episode] = bool(output.won), output.won is not None, output.task_type

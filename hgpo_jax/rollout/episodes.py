@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,14 @@ KINDS = {
     "final_prompts": ("i", "BP"),
     "final_prompt_lengths": ("i", "B"),
 }
+OPTIONAL_KINDS = {"signals": ("f", "BTS")}  # None in episodes without them
 
 
 class Episodes(struct.PyTreeNode):
     """B episodes of at most T turns, trajectory-major. Entries of turns that did not happen are 0.
 
-    A prompt has P slots, a response R, an observation O; tokens are the ids that were sampled and are trained on.
+    A prompt has P slots, a response R, an observation O; there are S signals. Tokens are the ids that were sampled and are
+    trained on.
     """
 
     prompts: jax.Array  # i32[B, T, P], right-padded
@@ -65,20 +68,36 @@ class Episodes(struct.PyTreeNode):
     truncated: jax.Array  # bool[B], a time limit ended the episode, not the task itself
     final_prompts: jax.Array  # i32[B, P], the next prompt of a truncated episode, right-padded
     final_prompt_lengths: jax.Array  # i32[B], 0 if there is none
+    signals: jax.Array | None = None  # f32[B, T, S], the signals beside the reward (`rollout/signals.py`); None without any
 
     @classmethod
-    def zeros(cls, batch: int, max_turns: int, prompt_slots: int, response_slots: int) -> Episodes:
+    def zeros(cls, batch: int, max_turns: int, prompt_slots: int, response_slots: int, signals: int = 0) -> Episodes:
         """Makes episodes of NumPy arrays in which nothing happened, with observations of one slot."""
-        size = {"B": batch, "T": max_turns, "P": prompt_slots, "R": response_slots, "O": 1}
+        size = {"B": batch, "T": max_turns, "P": prompt_slots, "R": response_slots, "O": 1, "S": signals}
         dtype = {"i": np.int32, "f": np.float32, "b": bool}
         arrays: dict[str, Any] = {
-            name: np.zeros([size[dimension] for dimension in shape], dtype[kind]) for name, (kind, shape) in KINDS.items()
+            name: np.zeros([size[dimension] for dimension in shape], dtype[kind])
+            for name, (kind, shape) in (KINDS | OPTIONAL_KINDS if signals else KINDS).items()
         }
         return cls(**arrays)
 
+    def arrays(self) -> dict[str, Any]:
+        """Returns the fields by name, without one that these episodes lack."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def signals_by_name(self, names: Sequence[str]) -> dict[str, jax.Array]:
+        """Returns the signals f32[B, T] of these episodes, whose names are in the order of their columns."""
+        return {} if self.signals is None else {name: self.signals[..., index] for index, name in enumerate(names)}
+
+    def leave_out(self, episode: int) -> None:
+        """Empties an episode of NumPy arrays; only its prompt group stays."""
+        for name, values in self.arrays().items():
+            if name != "groups":
+                values[episode] = 0
+
     def save(self, path: str | Path) -> None:
         """Writes a compressed .npz, atomically."""
-        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in vars(self).items()}
+        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in self.arrays().items()}
         with atomic_write(path, "wb") as file:
             np.savez_compressed(file, **arrays)
 
@@ -110,8 +129,8 @@ class Episodes(struct.PyTreeNode):
     def _check(self) -> None:
         """Raises ValueError for arrays that no rollout produces."""
         B, T = self.mask.shape
-        for name, (kind, dimensions) in KINDS.items():
-            array, shape = getattr(self, name), {"B": (B,), "BT": (B, T)}[dimensions.rstrip("PRO")]
+        for name, (kind, dimensions) in (KINDS if self.signals is None else KINDS | OPTIONAL_KINDS).items():
+            array, shape = getattr(self, name), {"B": (B,), "BT": (B, T)}[dimensions.rstrip("PROS")]
             if array.dtype.kind != kind or array.shape[: len(shape)] != shape or array.ndim != len(dimensions):
                 raise ValueError(f"{name} is {array.dtype}{list(array.shape)} beside a mask of {[B, T]}")
             if kind == "i" and array.size and array.min() < 0:

@@ -80,6 +80,7 @@ class HostRollout:
       num_tasks: number of tasks of the environment, None if it generates them.
       max_turns: T, turns of the longest episode.
       roles: names; `Episodes.agents` is an index into them.
+      signals: the names of the environment's signals, in the order of `Episodes.signals`.
 
     Raises:
       ValueError: the environment cannot be made.
@@ -110,7 +111,7 @@ class HostRollout:
 
         self._workers = SharedWorkers(make_workers) if jax.process_count() > 1 else make_workers()
         spec: EnvSpec = self._workers.spec
-        self.task_types, self.num_tasks, self.max_turns, self.roles = spec
+        self.task_types, self.num_tasks, self.max_turns, self.roles, self.signals = spec
 
     def with_environment(self, make_env: Callable) -> HostRollout:
         """Returns the same rollout over another environment, such as held-out games; compiled programs are shared."""
@@ -123,7 +124,8 @@ class HostRollout:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
 
     def _no_episodes(self) -> Episodes:
-        return Episodes.zeros(self._settings.batch, self.max_turns, self._format.prompt_limit, self._settings.response_limit)
+        slots = self._format.prompt_limit, self._settings.response_limit
+        return Episodes.zeros(self._settings.batch, self.max_turns, *slots, len(self.signals))
 
     def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
         """Plays B episodes.

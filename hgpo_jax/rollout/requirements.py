@@ -27,6 +27,7 @@ from hgpo_jax.envs.protocol import (
     TextTeam,
     members,
 )
+from hgpo_jax.rollout.signals import are_names, declaration_fault, declared, signal_faults
 from hgpo_jax.utils.errors import one_line
 
 # Of each protocol: member -> the optional protocol whose other members it calls for.
@@ -66,9 +67,10 @@ def member_faults(env, protocol: type) -> Iterator[str]:
         elif member == "words" and value[0]:
             yield f"{name}: words begins with {value[0]!r}; put the empty word '' first, since id 0 is an empty slot"
     roles = getattr(env, "roles", ONE_ROLE)  # they name metrics
-    are_names = isinstance(roles, tuple | list) and all(isinstance(role, str) and role.isidentifier() for role in roles)
-    if not are_names or not roles or len(set(roles)) < len(roles):
+    if not are_names(roles) or not roles:
         yield f'{name}: roles is {roles!r:.100}; give different words, as in ("searcher", "carrier")'
+    if protocol is TextEnv and (fault := declaration_fault(env)):
+        yield f"{name}: {fault}"
     if hasattr(env, "answer_parts"):
         parts, length = env.answer_parts, getattr(env, "action_length", 0)
         are_counts = isinstance(parts, tuple | list) and len(parts) == 3 and all(isinstance(n, int) and n > 0 for n in parts)
@@ -121,10 +123,11 @@ def check_text(env, time_limit: float | None = None) -> None:
     with deadline(f"{name}: step({action!r:.80}) in task 0", time_limit):
         try:
             *_, info = env.step(action)
-            missing = missing_info(info)
+            faults = [f"lacks {each}" for each in missing_info(info)]
+            faults += [f"has wrong signals: {each}" for each in signal_faults(declared(env), info.get("signals", {}))]
         except Exception:
             return
-    _refuse(f"{name}: the info of step(action) lacks {each}" for each in missing)
+    _refuse(f"{name}: the info of step(action) {each}" for each in faults)
 
 
 class Hangs(ValueError):

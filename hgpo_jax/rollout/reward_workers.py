@@ -2,7 +2,8 @@
 
     def score(episode: EpisodeTexts) -> float | list[float]
 
-A number is the reward of the last turn; a list has one for each turn.
+A number is the reward of the last turn; a list has one for each turn. A function with signals returns (reward, signals)
+(`signals.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from hgpo_jax.envs import user_code
+from hgpo_jax.rollout.signals import declared, in_order
 from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure
 from hgpo_jax.utils.errors import ConfigError, one_line
 
@@ -39,14 +41,14 @@ class LocalReward:
 
     def __init__(self, load: Callable):
         _, self._function = load()
-        self._answers: list[tuple[int, list[float] | EnvFailure]] = []
+        self._answers: list[tuple[int, list[list[float]] | EnvFailure]] = []
 
     def send(self, requests: Iterable[tuple[int, EpisodeTexts]]) -> None:
         """Computes each episode's rewards, for `receive`."""
         for number, episode in requests:
-            answer: list[float] | EnvFailure
+            answer: list[list[float]] | EnvFailure
             try:
-                answer = read_rewards(self._function(episode), len(episode.responses))
+                answer = read_streams(self._function(episode), len(episode.responses), declared(self._function))
             except (Exception, SystemExit) as error:  # any error of the user's function
                 answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
             self._answers.append((number, answer))
@@ -56,8 +58,8 @@ class LocalReward:
         """Describes a request as `workers.LocalWorkers.describe` does; here the reason says that it is about a reward."""
         return ""
 
-    def receive(self, minimum: int) -> list[tuple[int, list[float] | EnvFailure]]:
-        """Returns (number, the rewards of its turns or why there are none) for the episodes that were sent."""
+    def receive(self, minimum: int) -> list[tuple[int, list[list[float]] | EnvFailure]]:
+        """Returns (number, the `read_streams` of its turns or why there are none) for the episodes that were sent."""
         answers, self._answers = self._answers, []
         return answers
 
@@ -70,7 +72,18 @@ def reward_function(source: str) -> Callable:
         raise ConfigError(f"reward.source={source}: {error}") from None
 
 
-def read_rewards(returned, turns: int) -> list[float]:
+def read_streams(returned, turns: int, names: Sequence[str]) -> list[list[float]]:
+    """Returns the rewards of each turn, and those of each signal that the function declares."""
+    if not names:
+        return [read_rewards(returned, turns)]
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise TypeError(f"{returned!r:.80} was returned; with signals return (reward, dict of {', '.join(names)})")
+    rewards, signals = returned
+    of_signals = zip(names, in_order(names, signals), strict=True)
+    return [read_rewards(rewards, turns), *(read_rewards(values, turns, f"signal {name}") for name, values in of_signals)]
+
+
+def read_rewards(returned, turns: int, name: str = "a reward") -> list[float]:
     """Converts a reward function's result to one reward per turn. Raises TypeError or ValueError for all but finite numbers."""
     if isinstance(returned, numbers.Real):
         rewards = [0.0] * (turns - 1) + [returned]
@@ -82,7 +95,7 @@ def read_rewards(returned, turns: int) -> list[float]:
         raise ValueError(f"{len(rewards)} numbers were returned for {turns} turns")
     for reward in rewards:
         if not isinstance(reward, numbers.Real):
-            raise TypeError(f"a reward is a {type(reward).__name__}, not a number")
+            raise TypeError(f"{name} is a {type(reward).__name__}, not a number")
         if not math.isfinite(reward) or abs(float(reward)) > MAX_REWARD:
-            raise ValueError(f"a reward is {reward}")
+            raise ValueError(f"{name} is {reward}; give a finite number, at most {MAX_REWARD:.0e}")
     return [float(reward) for reward in rewards]

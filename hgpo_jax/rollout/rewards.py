@@ -28,6 +28,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_workers import EpisodeTexts, LocalReward, reward_function
+from hgpo_jax.rollout.signals import declaration_fault, declared
 from hgpo_jax.rollout.workers import EnvFailure
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, one_line
@@ -49,11 +50,15 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
     """
     source = config.reward.source
     function = reward_function(source)
+    if fault := declaration_fault(function):
+        raise ConfigError(f"reward.source={source}: {fault}")
     name = f"reward/{source.rpartition(':')[2]}"
     if backend(config) == "compiled":
+        if declared(function):
+            raise ConfigError(f"reward.source={source}: signals are for text episodes; env.name={config.env.name} is compiled")
         _check_compiled(source, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name)))
-    return TextReward(user_code.locate(source, user_code.REWARDS), name)
+    return TextReward(user_code.locate(source, user_code.REWARDS), name, declared(function))
 
 
 def _check_compiled(source: str, function: Callable, episodes: Episodes) -> None:
@@ -104,10 +109,13 @@ def overlong(config: Config, e: Episodes) -> jax.Array | np.ndarray:
 
 
 class TextReward:
-    """The reward function of text episodes, whose process starts with the first of these."""
+    """The reward function of text episodes, whose process starts with the first of these.
 
-    def __init__(self, place: str, name: str):
-        self._load, self._name = functools.partial(user_code.load, place), name
+    signals: the names of the signals that it adds after the environment's.
+    """
+
+    def __init__(self, place: str, name: str, signals: tuple[str, ...] = ()):
+        self._load, self._name, self.signals = functools.partial(user_code.load, place), name, signals
         self._workers: ProcessWorkers | None = None
 
     def close(self) -> None:
@@ -121,21 +129,24 @@ class TextReward:
         assert report is not None  # text episodes have one
         # A timeout must not occur in one process alone.
         answers = distributed.broadcast_from_process_0(lambda: self._ask(e, report))
-        scores, failures = np.zeros_like(e.rewards), dict(report.failures)
-        for episode, rewards, reason in answers:
-            scores[episode, : len(rewards)] = rewards
+        streams = np.zeros((1 + len(self.signals), *e.rewards.shape), np.float32)
+        failures = dict(report.failures)
+        for episode, values, reason in answers:
             if reason:
                 failures[episode] = f"reward: {reason}"
-                for field, values in vars(e).items():
-                    if field != "groups":
-                        values[episode] = 0
+                e.leave_out(episode)
+            else:
+                streams[:, episode, : len(values[0])] = values
         if failed := [episode for episode in failures if episode not in report.failures]:
             log.warning("%d episodes are excluded, the first one: %s", len(failed), failures[failed[0]])
+        scores, signals = streams[0], np.moveaxis(streams[1:], 0, -1)
         sums = _sums(self._name, scores, e.rewards, len(failed))
+        if self.signals:
+            e = e.replace(signals=signals if e.signals is None else np.concatenate([e.signals, signals], -1))
         return RolloutResult(e.replace(rewards=scores + e.rewards), dataclasses.replace(report, failures=failures)), sums
 
-    def _ask(self, e: Episodes, report: RolloutReport) -> list[tuple[int, list[float], str]]:
-        """Returns (episode, the rewards of its turns, why there are none) for every episode that was played."""
+    def _ask(self, e: Episodes, report: RolloutReport) -> list[tuple[int, list[list[float]], str]]:
+        """Returns (episode, the `read_streams` of its turns, why there are none) for every episode that was played."""
         played = np.flatnonzero(e.mask[:, 0]).tolist()
         if self._workers is None:
             self._workers = ProcessWorkers(self._load, 1, len(e.mask), TIME_LIMIT, local=LocalReward)

@@ -70,6 +70,8 @@ class CompiledRunner:
       ConfigError: the environment lacks something (`rollout/requirements.py`).
     """
 
+    signals: tuple[str, ...] = ()  # text environments alone have some
+
     def __init__(
         self,
         config: Config,
@@ -198,6 +200,7 @@ class TextRunner:
       make_env: makes an environment for training.
       format: the prompts and answers of all roles.
       train: the rollout for training.
+      signals: the names of the environment's signals (`signals.py`).
 
     Others, and methods, as in `CompiledRunner`.
     """
@@ -245,6 +248,7 @@ class TextRunner:
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
         self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, self.format.end_tokens
+        self.signals = self.train.signals
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # The host loads only the template games from which games are generated; the warm start's expert plays there.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks

@@ -29,8 +29,8 @@ class SharedWorkers:
                 raise ConfigError(str(error)) from None
             return self._workers.spec
 
-        task_types, tasks, turns, roles = distributed.broadcast_from_process_0(make)
-        self.spec = EnvSpec(tuple(task_types), tasks, turns, tuple(roles))
+        task_types, tasks, turns, roles, signals = distributed.broadcast_from_process_0(make)
+        self.spec = EnvSpec(tuple(task_types), tasks, turns, tuple(roles), tuple(signals))
 
     def discard_answers(self) -> None:
         """Discards answers that have not been received."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hgpo_jax.rollout.requirements import check_text, missing_info, roles_of
+from hgpo_jax.rollout.signals import declared, in_order
 from hgpo_jax.utils.errors import one_line
 
 Request = tuple[int, int, tuple[str, ...]]  # number of the episode in its batch, task, actions so far
@@ -39,15 +40,17 @@ class EnvOutput(NamedTuple):
     score: float | None = 0.0  # None: the environment has none, and success is unknown
     role: int = 0  # the role that acts next
     truncated: bool | None = None  # whether a time limit ended the episode; None: the environment does not report it
+    signals: list[float] | None = None  # one for each name in EnvSpec; None after a reset and without names
 
 
 class EnvSpec(NamedTuple):
-    """An environment's task types, number of tasks (None if it generates them), maximum turns, and roles."""
+    """An environment's task types, number of tasks (None if it generates them), maximum turns, roles, and signals."""
 
     task_types: tuple[str, ...]
     num_tasks: int | None
     max_turns: int
     roles: tuple[str, ...]
+    signals: tuple[str, ...]
 
 
 class EnvFailure(NamedTuple):
@@ -68,7 +71,7 @@ class LocalWorkers:
         env = make_env()
         check_text(env, time_limit)
         tasks = len(env) if hasattr(env, "__len__") else None
-        self.spec = EnvSpec(tuple(env.task_types), tasks, int(env.max_turns), roles_of(env))
+        self.spec = EnvSpec(tuple(env.task_types), tasks, int(env.max_turns), roles_of(env), declared(env))
 
     def discard_answers(self) -> None:
         """Discards answers that have not been received."""
@@ -138,7 +141,10 @@ def read_output(env, result, length: int) -> EnvOutput:
         raise ValueError(f"info lacks {missing}")
     won = info["won"]
     score = info.get("score", won if won is None else float(won))
-    for name, number in (("reward", reward), *([] if score is None else [("score", score)])):
+    names = declared(env)
+    signals = in_order(names, info.get("signals", {}))
+    finite = {"reward": reward} | ({} if score is None else {"score": score})
+    for name, number in (finite | {f"signal {name}": value for name, value in zip(names, signals, strict=True)}).items():
         _expect(name, number, numbers.Real)
         if not abs(float(number)) <= MAX_REWARD:
             raise ValueError(f"{name} is {number}")
@@ -151,6 +157,8 @@ def read_output(env, result, length: int) -> EnvOutput:
         raise ValueError("truncated is true where done is not; a time limit ends the episode")
     role = 0 if flags["done"] else _read_role(env)  # after the end it is nobody's turn
     score = None if score is None else float(score)
+    if names:
+        output = output._replace(signals=[float(value) for value in signals])
     return output._replace(reward=float(reward), score=score, role=role, **{"won": None} | flags)
 
 

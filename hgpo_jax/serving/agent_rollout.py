@@ -75,6 +75,7 @@ class AgentRunner:
     """
 
     task_types, roles = ("agent",), ONE_ROLE
+    signals: tuple[str, ...] = ()
 
     def __init__(self, config: Config, models: dict[str, ModelConfig], tokenizer, mesh: Mesh | AbstractMesh):
         env, rollout = config.env, config.rollout

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from hgpo_jax.advantages import parameters
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.loss_table import check_loss_numbers
@@ -190,10 +191,18 @@ class Job:
             keys = jnp.stack([keys[groups * settings.group_size] if role else keys, keys], axis=1)
         return tasks, keys, groups, Decoding(temperature=settings.temperature)
 
+    @property
+    def signals(self) -> tuple[str, ...]:
+        """The names of the signals in `Episodes.signals`: the environment's, then the reward function's."""
+        return (*self.runner.signals, *(self.reward.signals if isinstance(self.reward, TextReward) else ()))
+
     def abstract_episodes(self) -> Episodes:
         """Returns the shapes of one iteration's episodes without computing anything."""
         params = jax.eval_shape(self.base_rollout_params, self.given_params)
-        return self.runner.abstract_episodes(params, self.episode_inputs(0))
+        e = self.runner.abstract_episodes(params, self.episode_inputs(0))
+        if not self.signals:
+            return e
+        return e.replace(signals=jax.ShapeDtypeStruct((*e.mask.shape, len(self.signals)), jnp.float32))
 
     def key(self, iteration: int, purpose: int):
         """Returns the random key of an iteration for one purpose (0 sampling, 1 shuffling)."""
@@ -377,4 +386,25 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
             "weights could learn; give warm_start=none"
         )
     job = Job(config, mesh, policies, policy.tokenizer, runner)
-    return dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes())) if config.reward.source else job
+    if config.reward.source:
+        job = dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes()))
+    check_signals(job)
+    return job
+
+
+def check_signals(job: Job) -> None:
+    """Raises ConfigError if a run's signals have equal names, or are not those that its method needs."""
+    config, names, weights = job.config, job.signals, job.config.advantage.signal_weights
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"reward.source={config.reward.source}: signals are {', '.join(names)}, of which env.name={config.env.name} has "
+            f"{', '.join(job.runner.signals)}; give each another name"
+        )
+    if "signals" in parameters(job.method.estimator)[0] and not names:
+        raise ConfigError(
+            f"method={config.method}: needs signals, and neither env.name={config.env.name} nor a reward function has any; "
+            "declare them, as hgpo_jax/rollout/signals.py says"
+        )
+    if weights and len(weights) != len(names):
+        given = ",".join(map(str, weights))
+        raise ConfigError(f"advantage.signal_weights={given}: give one for each signal: {', '.join(names) or 'there is none'}")

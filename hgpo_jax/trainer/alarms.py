@@ -9,7 +9,7 @@ import jax
 
 from hgpo_jax import advantages
 from hgpo_jax.config import Config
-from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options, method_named, unusable
+from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, episode_arrays, estimator_options, method_named, unusable
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import RunError
 
@@ -123,10 +123,11 @@ def estimator_fault(config: Config, e: Episodes) -> str:
     """Describes the fault in the advantages of an iteration's episodes; "" if there is none or if they need a critic."""
     name = method_named(config.method).estimator
     further, _ = advantages.parameters(name)
-    if not AVAILABLE_ARRAYS.issuperset(further):
+    if not AVAILABLE_ARRAYS.keys() >= set(further):
         return ""
     e = jax.device_get(e)
-    arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid", *further)}
+    arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid")}
+    arrays |= episode_arrays(e, name)
     try:
         record = advantages.estimate(name, **arrays, **estimator_options(config, name))
     except ValueError as error:  # the fault is already in the rewards

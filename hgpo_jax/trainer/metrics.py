@@ -184,7 +184,8 @@ def rollout_metrics(sums: list[dict[str, jax.Array]]) -> dict[str, float]:
     sums = jax.device_get(sums)
     total = {name: float(sum(of_one[name] for of_one in sums)) for name in sums[0]}
     episodes, wins, judged = max(total["episodes"], 1), total["success"], total["judged"]
-    rewards = {name: value for name, value in total.items() if name.startswith("reward/")}  # see `rollout/rewards.py`
+    # See `rollout/rewards.py` and `rollout/signals.py`.
+    rewards = {name: value for name, value in total.items() if name.startswith(("reward/", "signal/"))}
     return {
         "success": wins / judged if judged else math.nan,  # unknown
         "success_at_least": wins / (judged + total["failed"]) if judged else math.nan,  # failed episodes count as lost

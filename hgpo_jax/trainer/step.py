@@ -20,7 +20,7 @@ from hgpo_jax.learner import conversations, losses
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
 from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of, parameters
-from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimator_options
+from hgpo_jax.learner.methods import episode_arrays, estimator_options
 from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.update import (
     make_logprobs,
@@ -93,10 +93,11 @@ def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tup
         raise RunError(
             f"iteration {iteration + 1}: all {len(failures)} episodes failed, in the first one: {failures[min(failures)]}"
         )
+    signals = {f"signal/{name}": values.sum() for name, values in result.episodes.signals_by_name(job.signals).items()}
     unknown = result.report and (result.episodes.mask[:, 0] & ~result.episodes.judged).any()
     if unknown and "success" in advantages.parameters(job.method.estimator)[0]:
         raise RunError(f"method={job.config.method}: needs to know which episodes are won, and the environment does not say it")
-    return result, rollout_sums(result.episodes, job.config.advantage.gamma, job.runner.roles) | rewards
+    return result, rollout_sums(result.episodes, job.config.advantage.gamma, job.runner.roles) | rewards | signals
 
 
 def punish_overlong(job: Job, e: Episodes) -> Episodes:
@@ -312,8 +313,7 @@ def _estimate(job: Job, e: Episodes, values, final_values) -> advantages.Estimat
     """
     name = job.method.estimator
     batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
-    needed, _ = advantages.parameters(name)
-    arrays = {array: getattr(e, array) for array in needed if array in AVAILABLE_ARRAYS}
+    arrays = episode_arrays(e, name)
     if job.method.parts:
         by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
         arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))

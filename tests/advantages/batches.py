@@ -74,6 +74,7 @@ def further_arrays(batch, names):
         "final_values": (rng.normal(size=shape[0]) * rng.integers(0, 2, shape[0])).astype(np.float32),
         "actions": rng.integers(0, 3, shape).astype(np.int32),
         "switches": rng.random(shape) < 0.4,
+        "signals": rng.integers(-2, 3, (*shape, 2)).astype(np.float32),
     }
     for level in ("high_values", "low_values", "term_values"):
         made[level] = rng.normal(size=shape).astype(np.float32)

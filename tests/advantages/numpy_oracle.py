@@ -4,6 +4,8 @@ Nothing here is taken from `hgpo_jax`: groups are dictionaries of contexts, mean
 Each estimator takes a `Steps` and the further arrays of `estimate`, and gives {(trajectory, step): advantage}.
 """
 
+import copy
+
 import numpy as np
 
 EPSILON = 1e-6
@@ -206,6 +208,16 @@ def reinforce_pp(data, gamma=0.95, invalid_penalty=0.1):
 
 def reinforce_pp_baseline(data, statistics="per_step", invalid_penalty=0.1):
     return whitened(grpo(data, statistics, "mean", invalid_penalty))
+
+
+def gdpo(data, signals, signal_weights=(), statistics="per_step", invalid_penalty=0.1):
+    total = grpo(data, statistics, "mean_std", invalid_penalty)
+    for k, weight in enumerate(signal_weights or [1.0] * signals.shape[-1]):
+        stream = copy.copy(data)
+        stream.rewards = [[float(x) for x in row[:n, k]] for row, n in zip(signals, data.length, strict=True)]
+        for step, advantage in grpo(stream, statistics, "mean_std", 0.0).items():
+            total[step] += weight * advantage
+    return whitened(total)
 
 
 def temporal(data, values, gamma, lam, final_values=None):

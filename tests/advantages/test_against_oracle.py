@@ -23,6 +23,8 @@ EXACT = [
     ("reinforce_pp", {}),
     ("reinforce_pp_baseline", {"statistics": "per_trajectory"}),
     ("dr_mas", {"statistics": "per_trajectory", "normalize": "mean"}),
+    ("gdpo", {"statistics": "per_trajectory"}),
+    ("gdpo", {"signal_weights": (0.5, -2.0)}),
     ("himac", {"normalize": "mean"}),
     ("eb_gae", {"history_length": 3, "lam": 0.0}),
     ("eb_td", {}),

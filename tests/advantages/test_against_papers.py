@@ -223,3 +223,16 @@ def test_the_oracle_of_kpo():
     objective, derivative = kpo_objective(new, old, mask, [-1.0, 1.0], **options)
     assert objective == pytest.approx((-math.e - 0.9) / 4 + 1.3 / 2)
     close(derivative, [[-math.e / 4, 0, 0], [0, 0, 0]])
+
+
+def test_gdpo():
+    """Two rewards of four episodes; the reference adds their normalized values with the weights 1 and 1/2, and then whitens."""
+    added = np.array([0.329180, -1.223607, 1.223607, -0.329180])
+    signals = np.array([0.2, 0.4, 0.6, 0.8], np.float32)[:, None, None]
+    batch = {"rewards": np.float32([[1], [0], [1], [0]]), "mask": np.ones((4, 1), bool), "states": np.zeros((4, 1), np.int32),
+             "groups": np.zeros(4, np.int32), "signals": signals}  # fmt: skip
+    found = np.asarray(estimate("gdpo", **batch, signal_weights=(0.5,)).advantages)[:, 0]
+    np.testing.assert_allclose(found, added / added.std(ddof=1), atol=2e-5)
+    swapped = batch | {"rewards": signals[..., 0], "signals": batch["rewards"][..., None]}
+    found = np.asarray(estimate("gdpo", **swapped, signal_weights=(2.0,)).advantages)[:, 0]
+    np.testing.assert_allclose(found, added / added.std(ddof=1), atol=2e-5)

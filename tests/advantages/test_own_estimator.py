@@ -9,6 +9,7 @@ import pytest
 
 import hgpo_jax
 from hgpo_jax import advantages
+from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.config import load
 from hgpo_jax.learner.loss_table import check_loss_numbers, configured
 from hgpo_jax.learner.methods import check_numbers, method_named
@@ -56,6 +57,9 @@ def spread(batch):
     std = jnp.sqrt(same @ centred**2 / same.sum(1))
     return made(lambda batch: jnp.broadcast_to((centred / std)[:, None], batch.mask.shape))(batch)
 
+def by_length(batch, *, task, lengths):
+    return made(lambda batch: (task[:, None] + 1) * batch.rewards / jnp.where(batch.mask, lengths, 1))(batch)
+
 jitted = jax.jit(filled)
 bound = functools.partial(filled)  # of no file
 plain = made(lambda batch: batch.rewards)
@@ -92,6 +96,7 @@ def test_what_cannot_be_compiled_or_learned_from_is_refused_before_work_starts(m
 
 def test_numbers_that_can_be_learned_from_pass(mine):
     check_numbers(method_named(mine("plain")).estimator)
+    check_numbers(method_named(mine("by_length")).estimator)  # a response is never without a token
     check_numbers("hgpo")
 
 
@@ -113,6 +118,14 @@ def test_the_first_time_that_an_estimator_gives_such_numbers_it_is_named(mine, n
         alarms.check(row(2, **skipped), e)
     fine = e.replace(rewards=np.zeros_like(e.rewards))  # then it is not the advantages
     assert "had a non-finite loss or gradient and were skipped" in Alarms(config).check(row(0, **skipped), fine)[0]
+
+
+def test_an_estimator_reads_the_type_of_a_task_and_the_tokens_of_each_response(mine):
+    e = Episodes.zeros(2, 2, 4, 4)
+    e.mask[:, 0] = e.mask[1, 1] = True
+    e.rewards[:], e.task[:], e.response_lengths[:] = [[6, 0], [6, 6]], [0, 2], [[3, 0], [2, 4]]
+    dump = Dump(e, load(None, [f"method={mine('by_length')}"]), None)
+    np.testing.assert_allclose(dump.estimate().advantages, [[2, 0], [9, 4.5]])
 
 
 FILE = Path(__file__).with_name("cispo.py")

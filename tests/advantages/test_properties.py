@@ -157,6 +157,7 @@ def arrays(name: str) -> dict[str, np.ndarray]:
     known = {
         "actions": turn, "agents": np.zeros(shape, np.int32), "next_states": turn + 1, "success": np.ones(4, bool),
         "switches": np.zeros(shape, bool), "final_values": np.zeros(4, np.float32),
+        "signals": np.zeros((*shape, 1), np.float32),
     }  # fmt: skip
     return {array: known.get(array, np.zeros(shape, np.float32)) for array in parameters(name)[0]}
 

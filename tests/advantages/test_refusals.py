@@ -36,6 +36,13 @@ CASES = {
     "groups shape": ("hgpo", changed("groups", lambda x: x[:2]), r"groups has shape \(2,\): give \(3,\)"),
     "mask dtype": ("hgpo", changed("mask", lambda x: x.astype(int)), "mask has dtype int64: give bool"),
     "states dtype": ("hgpo", changed("states", lambda x: x + 0.5), "states has dtype float64: give int32"),
+    "signals without an axis": ("gdpo", worked_example(gamma=None, signals=np.zeros((3, 6))), r"give \(3, 6\) and an axis"),
+    "weights of signals": (
+        "gdpo", worked_example(gamma=None, signals=np.zeros((3, 6, 2)), signal_weights=(1.0,)), "give 2 numbers, one for each"
+    ),
+    "a signal's nan": (
+        "gdpo", worked_example(gamma=None, signals=put((1, 0, 1), np.nan)(np.zeros((3, 6, 2)))), r"signals\[1, 0, 1\] is nan"
+    ),
     "hole": ("hgpo", changed("mask", put((1, 2), False)), r"mask\[1\] has a hole before step 3"),
     "nan": ("hgpo", changed("rewards", put((2, 4), np.nan)), r"rewards\[2, 4\] is nan: give finite"),
     "infinite": ("grpo", {**changed("rewards", put((0, 0), -np.inf)), "gamma": None}, r"rewards\[0, 0\] is -inf"),

@@ -226,7 +226,7 @@ def test_host_and_device_sample_the_same_episodes(monkeypatch):
     device = CompiledTextRollout(env, games, chat, tokenizer, {SHARED: network(model)}, mesh, settings, host)
     given = {SHARED: params}, groups, jax.random.split(jax.random.key(1), B), groups, Decoding()
     (ours, report), (theirs, other) = device(*given), host(*given)
-    for name, value in vars(theirs).items():
+    for name, value in theirs.arrays().items():
         if name == "logp":
             np.testing.assert_allclose(ours.logp, value, atol=1e-5)
         else:

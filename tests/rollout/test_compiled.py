@@ -175,7 +175,7 @@ def test_members_of_a_prompt_group_start_alike_and_act_differently(episodes):
 def test_turns_that_did_not_happen_are_zero(episodes):
     e = episodes
     np.testing.assert_array_equal(e.mask, np.arange(T) < e.mask.sum(1)[:, None])
-    for name, value in vars(e).items():
+    for name, value in e.arrays().items():
         if value.ndim > 1 and name not in ("mask", "final_prompts"):
             assert not value[~e.mask].any(), name
     tail = np.arange(A + 1) >= e.response_lengths[..., None]
@@ -198,7 +198,7 @@ def test_the_trainer_sees_the_samplers_log_probabilities(episodes):
 )
 def test_devices_and_decode_batches_change_nothing(episodes, spec, decode_batch_size):
     e = play(spec=spec, decode_batch_size=decode_batch_size)
-    for name, value in vars(episodes).items():
+    for name, value in episodes.arrays().items():
         if name == "logp":
             np.testing.assert_allclose(e.logp, value, atol=1e-4)
         else:
@@ -217,7 +217,7 @@ def test_episodes_on_disk(episodes, tmp_path, monkeypatch):
     path = tmp_path / "iteration-00000.npz"
     episodes.save(path)
     back, before = Episodes.load(path), path.read_bytes()
-    for name, value in vars(episodes).items():
+    for name, value in episodes.arrays().items():
         np.testing.assert_array_equal(getattr(back, name), value)
         assert getattr(back, name).dtype == value.dtype
     assert list(tmp_path.iterdir()) == [path]
@@ -235,7 +235,7 @@ def changed(e, name, index, value):
     """The fields of an Episodes with one entry changed."""
     array = getattr(e, name).copy()
     array[index] = value
-    return vars(e) | {name: array}
+    return e.arrays() | {name: array}
 
 
 OTHER_FILES = {
@@ -245,14 +245,14 @@ OTHER_FILES = {
     "cut off": lambda path, e: (e.save(path), path.write_bytes(path.read_bytes()[:-200])),
     "a single array": lambda path, e: (np.save(path.with_suffix(".npy"), e.mask), path.with_suffix(".npy").rename(path)),
     "fields missing": lambda path, e: np.savez(path, rewards=e.rewards, mask=e.mask),
-    "a field too many": lambda path, e: np.savez(path, other=e.mask, **vars(e)),
+    "a field too many": lambda path, e: np.savez(path, other=e.mask, **e.arrays()),
     "a hole": lambda path, e: np.savez(path, **changed(e, "mask", (0, 0), False)),
     "a state below 0": lambda path, e: np.savez(path, **changed(e, "states", (0, 0), -1)),
     "a prompt that is longer than its slots": lambda path, e: np.savez(path, **changed(e, "prompt_lengths", (0, 0), 999)),
     "a response that is longer than its slots": lambda path, e: np.savez(path, **changed(e, "response_lengths", (0, 0), A + 2)),
-    "whole rewards": lambda path, e: np.savez(path, **vars(e) | {"rewards": e.rewards.astype(int)}),
-    "another number of groups": lambda path, e: np.savez(path, **vars(e) | {"groups": e.groups[:-1]}),
-    "pickled": lambda path, e: np.savez(path, **(vars(e) | {"mask": np.array([{}], object)})),
+    "whole rewards": lambda path, e: np.savez(path, **e.arrays() | {"rewards": e.rewards.astype(int)}),
+    "another number of groups": lambda path, e: np.savez(path, **e.arrays() | {"groups": e.groups[:-1]}),
+    "pickled": lambda path, e: np.savez(path, **(e.arrays() | {"mask": np.array([{}], object)})),
 }
 
 

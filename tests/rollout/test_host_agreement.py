@@ -65,7 +65,7 @@ def host(env, model, params, spec="data=1", history=K, temperature=1.0, decode_b
         placed = jax.device_put(params, shardings(model, mesh))
         episodes, report = rollout({SHARED: placed}, TASKS, KEYS, INDICES, Decoding(temperature=temperature))
     expected = rollout.abstract_episodes()
-    for name, value in vars(episodes).items():
+    for name, value in episodes.arrays().items():
         assert (getattr(expected, name).shape, getattr(expected, name).dtype) == (value.shape, value.dtype), name
     called = [name for name, _ in rollout._programs[SHARED].called]
     assert called.count("prefill") <= 4 and called.count("decode") <= 2  # the shapes are few

@@ -104,7 +104,7 @@ def test_a_run_whose_function_fails_in_every_episode_ends(here):
     fields = ["env.name=household_text", "reward=./texts.py:polite", "warm_start=none", "method=dapo"]
     config = load(None, [*fields, "rollout.prompt_groups=1", "rollout.group_size=3"])
     rollout = lambda params, *inputs: text_result(["raises", "talks", "talks"], [2, 3, 2])  # noqa: E731
-    runner = types.SimpleNamespace(rollout=rollout, select_tasks=lambda *which: None, roles=("agent",))
+    runner = types.SimpleNamespace(rollout=rollout, select_tasks=lambda *which: None, roles=("agent",), signals=())
     job = Job(config=config, mesh=None, policies={}, tokenizer=None, runner=runner, reward=reward(*fields))
     with pytest.raises(RunError, match=r"^iteration 5: all 3 episodes failed, in the first one: reward: ZeroDivisionError: "):
         step.sample(job, None, 4)
@@ -149,7 +149,7 @@ def test_answers_near_their_limit_are_punished_as_in_dapo(method, monkeypatch):
     e.rewards[2, 0] = 5  # the group whose rewards differ
     given = e.rewards.copy()
     runner = types.SimpleNamespace(
-        rollout=lambda *_: RolloutResult(e, None), select_tasks=lambda *which: None, roles=("searcher", "carrier")
+        rollout=lambda *_: RolloutResult(e, None), select_tasks=lambda *which: None, roles=("searcher", "carrier"), signals=()
     )
     (got, _), sums, _ = step.sample(Job(config, None, {}, None, runner), None, 0)
     expected = np.zeros((4, 3))

@@ -108,7 +108,7 @@ def test_an_episode_played_again_remembers_by_role(episodes):
 
 def test_a_dump_from_before_there_were_roles_and_actions_has_them(episodes, tmp_path):
     e, file = episodes, tmp_path / "dump.npz"
-    arrays = {name: value for name, value in vars(e).items() if name != "agents"}
+    arrays = {name: value for name, value in e.arrays().items() if name != "agents"}
     np.savez(file, **{name: value for name, value in arrays.items() if name != "actions"})
     old = Episodes.load(file)
     np.testing.assert_array_equal(old.actions, e.actions)  # of a compiled rollout the numbers of its responses
