@@ -78,6 +78,11 @@ def test_a_session_is_what_was_sampled(recorded, policy, ended):
     assert first.choices[0].message.content == other.choices[0].message.content != second.choices[0].message.content
 
 
+def test_only_a_request_without_a_state_key_has_its_results_searched(recorded, monkeypatch):
+    monkeypatch.setattr("hgpo_jax.serving.requests.tool_state", lambda messages: 1 / 0)
+    ask(recorded, metadata={"state_key": "here"})
+
+
 def test_a_stop_string_ends_what_is_recorded(recorded, ended):
     text = ask(recorded, "b").choices[0].message.content
     stop = next(text[at : at + 2] for at in range(9, 30) if text[at : at + 2].isascii())
