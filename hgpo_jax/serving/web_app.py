@@ -158,7 +158,7 @@ class Api:
             raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
         posted = parse(RewardRequest, await self._body(request))
         session = self._sessions.find(_key_of(request), request.path_params["name"])
-        async with session.in_line(self._time_limit, posted.branch if isinstance(posted.branch, str) else None):
+        async with session.in_line(self._time_limit, session.waits_for(posted)):
             session.post(posted)
         if session.ended:
             self._sessions.ended(session)

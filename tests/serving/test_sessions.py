@@ -184,6 +184,16 @@ def test_a_session_plays_the_task_that_its_first_request_names(recorded, ended):
     assert [session.task for session in ended] == ["one", "one", None]
 
 
+def test_a_request_without_a_task_leaves_that_of_one_which_is_being_answered():
+    sessions = OpenSessions(9, 9, print)
+
+    async def both():
+        async with sessions.of("", Place(session_id="a", task_id="one")).in_line(1):
+            return sessions.of("", Place(session_id="a")).task
+
+    assert asyncio.run(both()) == "one"
+
+
 def recording_config(folder):
     fields = ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={folder / 'policy'}"]
     return configuration.load(None, fields)
