@@ -139,6 +139,12 @@ def test_a_scripted_players_actions_are_answers(template):
     assert format.build([view._replace(chat=scripted)]) == format.build([view])
 
 
+def test_a_template_with_other_sections_is_told_both_forms(tmp_path):
+    (tmp_path / "mine.txt").write_text("== first ==\n$goal\n")
+    with pytest.raises(ValueError, match="== first ==, == later ==, == entry == or == first ==, == next ==, and no others"):
+        ChatFormat(ChatFrame(TOKENIZER), str(tmp_path / "mine.txt"))
+
+
 def test_a_small_policy_reads_no_chat():
     with pytest.raises(ValueError, match=r"env\.template=conversation: .*; give a template of one message"):
         ChatFormat(ChatFrame(text_tokenizer(["a b"])), "conversation")
