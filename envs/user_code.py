@@ -18,7 +18,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -133,6 +133,20 @@ def _describe_error(error: Exception) -> str:
     return one_line(f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})")
 
 
+def parameters(function: Callable) -> list[inspect.Parameter]:
+    """Returns the parameters of a function; none if it does not tell them, like some that are written in C."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError:
+        return []
+
+
+def star(parameters: Sequence[inspect.Parameter]) -> str:
+    """Returns the first parameter that takes any number of arguments, as in `**kwargs`; "" if there is none."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return next((str(parameter) for parameter in parameters if parameter.kind in kinds), "")
+
+
 def options(make: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Converts keyword arguments for a class or function to the types of its annotations, or else of its defaults.
 
@@ -146,7 +160,8 @@ def options(make: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
     anything = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     try:
-        hints = get_type_hints(make.__init__ if inspect.isclass(make) else make)
+        function = make.func if isinstance(make, functools.partial) else make
+        hints = get_type_hints(function.__init__ if inspect.isclass(function) else function)
     except Exception:  # annotations name imports for type checkers only, so the defaults are used
         hints = {}
     typed = {}
@@ -171,6 +186,8 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
         with contextlib.suppress(yaml.YAMLError):
             return yaml.safe_load(value)
     kinds = {annotation, *get_args(annotation)}
+    if value == "none" and type(None) in kinds:  # as in a configuration
+        return None
     sequence = get_origin(annotation) in (tuple, list) or annotation in (tuple, list)
     parts = value.split(",") if sequence and isinstance(value, str) else [value] if sequence and _single(value) else value
     try:

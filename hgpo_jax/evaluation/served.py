@@ -25,7 +25,7 @@ import numpy as np
 from hgpo_jax.config import Config
 from hgpo_jax.policy.answers import THINK, THINK_END, split_thought
 from hgpo_jax.policy.chat_template import sanitized
-from hgpo_jax.rollout.chat_prompts import Prompt, load_template
+from hgpo_jax.rollout.chat_prompts import NO_CHAT, Prompt, load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
@@ -90,7 +90,7 @@ class ServedPolicy:
         try:
             self._template = load_template(config.env.template or entry.template)
             if self._template.chats:
-                raise ValueError(f"template={config.env.template}: a served policy is asked one message at a time")
+                raise ValueError(f"env.template={config.env.template}: a served policy reads one message; {NO_CHAT}")
             self._workers = (
                 ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
                 if config.env.workers

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,18 @@ WHOLE_RESPONSES = ("gspo",)
 ARRAYS = ("entropy", "planning")
 FIELDS = ("clip_low", "clip_high", "aggregate")  # options that are fields of `LearnerConfig`
 FORM = "write it as loss(logp, old_logp, advantages, mask, *, options) -> (loss, stats)"
+_NOT_NEGATIVE = (lambda x: 0 <= x < math.inf, "a number of 0 or more")
+# Options of our losses: which numbers are accepted, and which to give instead. A dual_clip of at most 1 would silently stop
+# learning from bad actions.
+OPTIONS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "bonus": _NOT_NEGATIVE,
+    "budget_down": _NOT_NEGATIVE,
+    "budget_up": _NOT_NEGATIVE,
+    "dual_clip": (lambda x: x > 1, "a number above 1, or none"),
+    "process_noise": _NOT_NEGATIVE,
+    "strength": _NOT_NEGATIVE,
+    "token_clip": _NOT_NEGATIVE,
+}
 # The responses that a user's loss is checked with: their tokens, of which the first plans, and entropies.
 _LENGTHS = np.array([3, 1, 2, 0])
 _PLANNING = (np.arange(3) < 1) & (_LENGTHS > 0)[:, None]
@@ -67,9 +80,11 @@ def loss_named(name: str) -> PolicyLoss:
 
 def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Returns the further arrays that a loss needs, and its options with their defaults. Raises ConfigError."""
-    keywords = list(inspect.signature(loss_named(name)).parameters.values())
+    keywords = user_code.parameters(loss_named(name))
     if [p.kind for p in keywords[:4]] != [inspect.Parameter.POSITIONAL_OR_KEYWORD] * 4:
         raise ConfigError(f"learner.loss={name}: is not a loss; {FORM}")
+    if star := user_code.star(keywords):
+        raise ConfigError(f"learner.loss={name}: takes {star}; name each of its arrays and options instead")
     arrays = tuple(p.name for p in keywords[4:] if p.default is p.empty)
     if lacking := set(arrays).difference(ARRAYS):
         raise ConfigError(
@@ -93,9 +108,14 @@ def options(config: LearnerConfig, method: Method) -> dict[str, Any]:
             raise ConfigError(f"learner.loss_options.{option}={value}: loss {name} has no such option; it has {known}")
     loss = functools.partial(loss_named(name), None, None, None, None, **dict.fromkeys(arrays))
     try:
-        return values | user_code.options(loss, config.loss_options)
+        chosen = user_code.options(loss, config.loss_options)
     except ValueError as error:
         raise ConfigError(f"learner.loss_options.{error}") from None
+    for option, value in chosen.items() if name in LOSSES else ():
+        accepts, mend = OPTIONS[option]
+        if value is not None and not accepts(value):
+            raise ConfigError(f"learner.loss_options.{option}={value}: loss {name} cannot learn with it; give {mend}")
+    return values | chosen
 
 
 def aggregation(config: LearnerConfig, method: Method) -> str:

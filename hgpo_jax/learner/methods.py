@@ -80,9 +80,11 @@ def method_named(name: str) -> Method:
         _, estimator = user_code.load(user_code.locate(name, user_code.ESTIMATORS))
     except ValueError as error:
         raise ConfigError(f"method={name}: {error}") from None
-    kinds = [parameter.kind for parameter in inspect.signature(estimator).parameters.values()]
-    if not kinds or kinds[0] not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+    keywords = user_code.parameters(estimator)
+    if not keywords or keywords[0].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
         raise ConfigError(f"method={name}: is not an estimator; write it as estimator(batch, *, options) -> Estimate")
+    if star := user_code.star(keywords):
+        raise ConfigError(f"method={name}: takes {star}; name each of its arrays and options instead")
     if ESTIMATORS.get(name) is not estimator:
         ESTIMATORS[name] = estimator
         try:

@@ -20,6 +20,7 @@ MAX_CHARACTERS_PER_TOKEN = 16
 CUT = " ... "  # replaces the removed text
 _SECTIONS = ("first", "later", "entry")
 _CHAT_SECTIONS = ("first", "next")
+NO_CHAT = "give a template of one message, such as alfworld or plain"
 
 
 class PastTurn(NamedTuple):
@@ -79,7 +80,8 @@ class Template:
         parts = re.split(r"^== (\w+) ==\n", Path(path).read_text(encoding="utf-8"), flags=re.MULTILINE)
         sections = dict(zip(parts[1::2], parts[2::2], strict=True))
         if parts[0].strip() or set(sections) not in (set(_SECTIONS), set(_CHAT_SECTIONS)):
-            raise ValueError(f"{path}: needs the sections {', '.join(f'== {name} ==' for name in _SECTIONS)} and no others")
+            forms = " or ".join(", ".join(f"== {name} ==" for name in names) for names in (_SECTIONS, _CHAT_SECTIONS))
+            raise ValueError(f"{path}: needs the sections {forms}, and no others")
         texts = {name: string.Template(text.strip("\n")) for name, text in sections.items()}
         template = cls(texts["first"], texts["next"]) if "next" in texts else cls(**texts)
         try:
@@ -178,13 +180,26 @@ class ChatFormat:
     ):
         self.template = load_template(template)
         if self.template.chats and frame.plain:
-            raise ValueError(f"template={template}: a small policy reads one message, not a chat; give another template")
+            raise ValueError(f"env.template={template}: a small policy reads one message; {NO_CHAT}")
         self.frame, self.prompt_limit, self.fallback, self.lower_case = frame, prompt_limit, fallback, lower_case
+        if self.template.chats:
+            self._check_chat(template)
+        # Some templates only end a thought.
+        opened = frame.opened if frame.text.decode(frame.tail).endswith(frame.opened) else frame.opened.removeprefix(THINK)
+        self._begin = "" if frame.hides_thoughts else opened  # of an earlier answer, as the prompt showed it
         self.message_limit = prompt_limit - len(frame.head) - len(frame.tail)
         shortest = self.template.render(PromptInput(CUT, [], 99, CUT, [CUT]))
         if (least := len(frame.text.encode([shortest])[0])) > self.message_limit:
             frames = len(frame.head) + len(frame.tail)
             raise ValueError(f"prompt_limit={prompt_limit}: the template alone takes {frames + least} tokens")
+
+    def _check_chat(self, template: str) -> None:
+        """Raises ValueError if the frame does not show a chat of several messages."""
+        messages = [{"role": role, "content": "Hello"} for role in ("user", "assistant", "user")]
+        try:
+            self.frame.conversation(messages)
+        except ValueError as error:
+            raise ValueError(f"env.template={template}: {error}; {NO_CHAT}") from None
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -208,7 +223,7 @@ class ChatFormat:
         return prompt._replace(pairs_dropped=dropped)
 
     def _chat(self, prompt_input: PromptInput, limit: int) -> list[int]:
-        """Encodes a chat, with the sampled ids of earlier answers; [] if it has more tokens than the limit.
+        """Encodes a chat, with the sampled ids of earlier answers after what their prompts opened; [] if it exceeds the limit.
 
         An answer stays text if it holds special tokens, or if the chat template hides its thought.
         """
@@ -223,9 +238,9 @@ class ChatFormat:
             if past is not now:
                 ids = list(map(int, past.response)) or self.answers([past.action])[0]
                 ids = ids[:-1] if ids[-1] in self.end_tokens else ids
-                answer = self.frame.text.decode(ids)
+                answer = self._begin + self.frame.text.decode(ids)
                 if self.frame.text.hidden.isdisjoint(ids) and not (self.frame.hides_thoughts and THINK_END in answer):
-                    sampled[len(messages)] = ids
+                    sampled[len(messages)] = (self.frame.text.tags(self._begin) if self._begin else []) + ids
                 messages.append({"role": "assistant", "content": answer})
         ids = self.frame.conversation(messages, sampled=sampled)
         return ids if len(ids) <= limit else []

@@ -67,6 +67,9 @@ def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: 
     """Returns the information before each action: of the past, only the last K turns of the same role.
 
     outputs: an environment's outputs, that of the reset first.
+
+    A chat has all turns of the role, since no prompt is built here that could drop some. So one beyond the prompt limit is cut
+    anew at each turn, where a rollout's is cut once and then grows.
     """
     past: dict[int, list[PastTurn]] = defaultdict(list)  # by role
     inputs = []

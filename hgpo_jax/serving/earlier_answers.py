@@ -36,12 +36,15 @@ def parent_of(texts: ServedText, conversation: Conversation, turns: Sequence[Tur
 
 
 def path(turns: Sequence[Turn], number: int | None) -> list[Turn]:
-    """Returns a turn and all that it goes on from, the first one first."""
+    """Returns the turns whose answers a prompt that goes on from this one may show, the earliest first.
+
+    These are the turn, all that it goes on from, and all before the one that begins anew: that one may show any of them.
+    """
     backwards = []
     while number is not None:
         backwards.append(turns[number])
-        number = turns[number].parent
-    return backwards[::-1]
+        root, number = number, turns[number].parent
+    return [*turns[:root], *backwards[::-1]] if backwards else []
 
 
 def prompt_ids(texts: ServedText, conversation: Conversation, beginning: str, turns: Sequence[Turn]) -> list[int]:

@@ -202,18 +202,33 @@ class Session:
             raise ApiError(504, message, "server_error", code="timeout") from None
 
     def repeated(self, ids: list[int], name: str, key: str | None, again: bool) -> Turn | None:
-        """Returns the last turn of this name if a request with this prompt asks for its answer again; None if it is a new turn.
+        """Returns the turn of this name whose answer a request with this prompt asks for again; None if it is a new turn.
 
-        A program may ask the same twice. So it is the same turn only if the answer has not been delivered, if both requests
-        have this Idempotency-Key, or if the client says that it asks `again` and has made no new request since.
+        A program may ask the same twice. So it is the same turn only if both requests have this Idempotency-Key, or, for the
+        last one of this name, if its answer has not been delivered or the client says that it asks `again` and has made no new
+        request since.
         """
-        last = next((turn for turn in reversed(self.turns) if turn.name == name), None)
+        same = [turn for turn in self.turns if turn.name == name]
+        if key and (keyed := [turn for turn in same if turn.key == key and turn.ids == ids]):
+            return keyed[-1]
         moved_on = name in self._moved_on
-        if last and last.ids == ids and (not last.delivered or (key and key == last.key) or (again and not moved_on)):
-            return last
+        if same and same[-1].ids == ids and (not same[-1].delivered or (again and not moved_on)):
+            return same[-1]
         if not again:
             self._moved_on.add(name)
         return None
+
+    def waits_for(self, posted: RewardRequest) -> str | None:
+        """Returns the name of the only branch that a reward waits for; None if it waits for all.
+
+        An unknown number waits for all, too: its turn may be under way.
+        """
+        if isinstance(posted.branch, str):
+            return posted.branch
+        number = posted.turn
+        if posted.branch is not None and 0 <= posted.branch < self.branches:
+            number = self._last[posted.branch]
+        return self.turns[number].name if number is not None and 0 <= number < len(self.turns) else None
 
     def check_turns(self) -> None:
         """Raises ApiError if the session already has its maximum number of turns."""
@@ -329,7 +344,8 @@ class OpenSessions:
         if name not in self._by_name and len(self._by_name) >= self._most:
             raise ApiError(429, f"{self._most} sessions have not ended; post their rewards", "rate_limit_error")
         session = self._by_name.setdefault(name, Session(name, self._max_turns))
-        if not session.turns:
+        # A request that names no task leaves that of another one which is being answered.
+        if not session.turns and (place.task_id is not None or session.silent):
             session.task = place.task_id
         return session
 

@@ -159,7 +159,7 @@ class Api:
             raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
         posted = parse(RewardRequest, await self._body(request))
         session = self._sessions.find(_key_of(request), request.path_params["name"])
-        async with session.in_line(self._time_limit, posted.branch if isinstance(posted.branch, str) else None):
+        async with session.in_line(self._time_limit, session.waits_for(posted)):
             session.post(posted)
         if session.ended:
             self._sessions.ended(session)
@@ -284,16 +284,16 @@ def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt:
     if turn := session.repeated(prompt.ids, name, key, again):
         return turn
     session.check_turns()
-    if isinstance(sampling.prompt, Conversation):
-        messages, state = sampling.prompt.messages, sampling.prompt.state
-    else:
-        messages, state = [], str(sampling.prompt)
+    conversation = sampling.prompt if isinstance(sampling.prompt, Conversation) else None
+    state = place.state_key
+    if state is None:
+        state = conversation.state if conversation else str(sampling.prompt)
     return Turn(
         prompt.ids,
-        state if place.state_key is None else place.state_key,
+        state,
         beginning=prompt.beginning,
         key=key,
-        messages=messages,
+        messages=conversation.messages if conversation else [],
         parent=prompt.parent,
         name=name,
     )

@@ -94,6 +94,14 @@ def test_what_cannot_be_compiled_or_learned_from_is_refused_before_work_starts(m
         build(load(None, [f"method={mine(name)}"]), mesh_of())
 
 
+def test_parameters_that_cannot_be_read_are_refused(tmp_path):
+    (tmp_path / "mine.py").write_text("def anything(batch, **options):\n    pass\n")
+    mine = f"{tmp_path / 'mine.py'}:anything"
+    for name, said in (("math:hypot", "is not an estimator; write"), (mine, "takes **options; name")):
+        with refused(f"method={name}: {said}", ConfigError):
+            method_named(name)
+
+
 def test_numbers_that_can_be_learned_from_pass(mine):
     check_numbers(method_named(mine("plain")).estimator)
     check_numbers(method_named(mine("by_length")).estimator)  # a response is never without a token

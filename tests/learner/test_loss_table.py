@@ -40,6 +40,9 @@ def wide(logp, old_logp, advantages, mask):
 def needing(logp, old_logp, advantages, mask, *, colour):
     return with_loss(reduce_tokens(colour, mask, "token-mean"), {})
 
+def anything(logp, old_logp, advantages, mask, **kwargs):
+    return logp.sum(), {}
+
 def few(logp, advantages):
     return logp.sum(), {}
 
@@ -102,6 +105,35 @@ def test_fields_and_options_reach_the_loss():
         value("clip", loss_options={"dual_clip": "wide"})
 
 
+@pytest.mark.parametrize(("loss", "option", "wrong", "mend"), [
+    ("clip", "dual_clip", 1, "above 1, or none"), ("clip", "dual_clip", -3, "above 1, or none"),
+    ("kpo", "process_noise", -1, "of 0 or more"), ("fiber", "token_clip", -0.1, "of 0 or more"),
+    ("fiber", "budget_up", "nan", "of 0 or more"), ("fiber", "budget_down", -1, "of 0 or more"),
+    ("hicra", "strength", -0.4, "of 0 or more"), ("egpo", "bonus", "inf", "of 0 or more"),
+])  # fmt: skip
+def test_options_of_our_losses_have_ranges(loss, option, wrong, mend):
+    said = f"learner.loss_options.{option}={float(wrong)}: loss {loss} cannot learn with it; give a number {mend}"
+    with refused(said, ConfigError):
+        value(loss, loss_options={option: wrong})
+
+
+def test_every_number_among_our_options_has_a_range():
+    numbers = {option for name in NAMES for option, value in loss_table.parameters(name)[1].items() if isinstance(value, float)}
+    assert numbers - set(loss_table.FIELDS) == set(loss_table.OPTIONS)
+
+
+def test_no_bound_is_written_none():
+    unbounded = losses.policy_loss(NEW, OLD, ADVANTAGES, MASK, dual_clip=None)[0]
+    assert value("clip", loss_options={"dual_clip": "none"}) == unbounded
+    with refused("learner.loss_options.process_noise=none: must be a valid number", ConfigError):
+        value("kpo", loss_options={"process_noise": "none"})
+
+
+def test_a_callable_that_does_not_tell_its_parameters_is_no_loss():
+    with refused("learner.loss=math:hypot: is not a loss; write it as loss(logp, ", ConfigError):
+        loss_table.parameters("math:hypot")
+
+
 @pytest.mark.parametrize(("fields", "said"), [
     (["learner.loss=clp"], "learner.loss='clp': must be one of clip, "),
     (["learner.loss=gspo", "learner.aggregate=seq-mean-token-sum"], "learner.aggregate=seq-mean-token-sum: learner.loss=gspo"),
@@ -127,6 +159,7 @@ def test_a_loss_of_ones_own(here):
 @pytest.mark.parametrize(("name", "said"), [
     ("none", "has no none"),
     ("few", "is not a loss; write it as loss(logp, old_logp, advantages, mask, *, options) -> (loss, stats)"),
+    ("anything", "takes **kwargs; name each of its arrays and options instead"),
     ("needing", "needs colour; an update has entropy, planning besides the four arrays, and options need a default"),
     ("flat", "with advantages of shape [4], line 11, `return with_loss(reduce_tokens(-(logp - old_logp) * advantages, mask"),
     ("alone", "does not return (loss, stats) with pairs of scalars in stats, one of them `loss`; return with_loss(reduce_"),

@@ -11,7 +11,7 @@ from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.workers import EnvOutput
 from hgpo_jax.sampling.continuous_batching import SlotResponse
-from tests.helpers.chat_tokenizers import byte_tokenizer
+from tests.helpers.chat_tokenizers import CHATML, FAMILIES, byte_tokenizer, family_tokenizer
 from tests.helpers.glossary import unexplained
 
 TOKENIZER = byte_tokenizer()
@@ -64,6 +64,41 @@ def test_each_prompt_begins_with_the_last_one_and_its_answer(template):
     assert prompts[2].ids == TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 
+def shows_thoughts(family, opens=""):
+    """(the frame of a family's tokenizer, or of one with its tokens whose prompts end with `opens`)."""
+    tokenizer = family_tokenizer(family)
+    if opens:
+        tokenizer.chat_template = CHATML.format(first="''", content="m.content", last=f"{{{{ {opens!r} }}}}")
+    return ChatFrame(tokenizer)
+
+
+SHOWING = [(family, "") for family in FAMILIES if not shows_thoughts(family).hides_thoughts]
+OPENED = [(family, opens) for family in ("qwen3", "base") for opens in ("<think>\n", "<think>\n\n</think>\n\n", "</think>")]
+
+
+@pytest.mark.parametrize(("family", "opens"), SHOWING + OPENED)
+def test_what_a_prompt_opened_stays_before_the_answer(template, family, opens):
+    frame = shows_thoughts(family, opens)
+    end = "" if "</think>" in opens else "a</think>"
+    texts = [f"{end}<action>go {turn}</action>" for turn in range(3)]
+    answers = [[*frame.text.tags(text), frame.end_tokens[0]] for text in texts]
+    prompts, _ = played(ChatFormat(frame, template), answers)
+    for last, response, prompt in zip(prompts, answers, prompts[1:], strict=False):
+        assert prompt.ids[: len(last.ids) + len(response)] == last.ids + response
+
+
+@pytest.mark.parametrize("chat_template", [
+    "{{ '<|im_start|>user\n' + messages[-1].content + '<|im_end|>\n<|im_start|>assistant\n' }}",
+    "{{ raise_exception('One at once.') if messages | length > 1 }}{{ messages[0].content + '<|im_end|>' }}",
+])  # fmt: skip
+def test_a_chat_template_of_one_message_shows_no_chat(template, chat_template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = chat_template
+    with pytest.raises(ValueError, match=r"env\.template=.*mine\.txt: tokenizer: .*; give a template of one message"):
+        ChatFormat(ChatFrame(tokenizer), template)
+    ChatFormat(ChatFrame(tokenizer), "plain")
+
+
 def test_every_role_has_a_chat_of_its_own(template):
     format = ChatFormat(ChatFrame(TOKENIZER), template)
     prompts, _ = played(format, [answer(f"say {turn}") for turn in range(4)], roles=[0, 1, 1, 0, 0])
@@ -104,8 +139,14 @@ def test_a_scripted_players_actions_are_answers(template):
     assert format.build([view._replace(chat=scripted)]) == format.build([view])
 
 
+def test_a_template_with_other_sections_is_told_both_forms(tmp_path):
+    (tmp_path / "mine.txt").write_text("== first ==\n$goal\n")
+    with pytest.raises(ValueError, match="== first ==, == later ==, == entry == or == first ==, == next ==, and no others"):
+        ChatFormat(ChatFrame(TOKENIZER), str(tmp_path / "mine.txt"))
+
+
 def test_a_small_policy_reads_no_chat():
-    with pytest.raises(ValueError, match="one message"):
+    with pytest.raises(ValueError, match=r"env\.template=conversation: .*; give a template of one message"):
         ChatFormat(ChatFrame(text_tokenizer(["a b"])), "conversation")
 
 

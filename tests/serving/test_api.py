@@ -94,7 +94,8 @@ def test_models_and_health(client, port, engine):
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("a/b")
     status, _, body = raw(port, get("/health"))
-    assert status == 200 and json.loads(body) == {"status": "ok", "active": 0, "waiting": 0, "reused_share": 0}
+    load = json.loads(body)
+    assert status == 200 and 0 <= load.pop("reused_share") < 1 and load == {"status": "ok", "active": 0, "waiting": 0}
     with pytest.raises(openai.NotFoundError):
         client.chat.completions.create(model="other", messages=HELLO)
 

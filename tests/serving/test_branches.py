@@ -180,6 +180,22 @@ def test_the_end_waits_for_every_branch(play):
     assert f"session {play.name} has ended" in results[3]() and len(play.ended[-1].turns) == 2
 
 
+def test_a_reward_by_number_waits_for_its_own_branch(play):
+    play.ask(MAIN)
+    play.ask([user("b")], branch="b")
+    play.engine.hold = True
+    answers = in_thread(lambda: play.ask([user("b")], branch="b"))
+    wait_until(lambda: play.engine.held)
+    assert in_thread(lambda: play.reward(reward=1, turn=0)["turns"])() == 2
+    assert in_thread(lambda: play.reward(reward=2, branch=0)["turns"])() == 2
+    places = {"turn": 1}, {"branch": 1}, {"turn": -1}
+    waiting = [in_thread(lambda place=place: play.reward(reward=0, **place)["turns"]) for place in places]
+    wait_until(lambda: len(play.session._in_line) == 4)
+    play.engine.go("b")
+    assert answers() == "Look." and [result() for result in waiting] == [3, 3, 3]
+    assert [turn.reward for turn in play.session.turns] == [3, 0, 0]
+
+
 def test_branches_together_have_no_more_turns_than_a_session_may(play):
     for _ in range(5):
         play.ask(MAIN)
@@ -256,6 +272,23 @@ def test_an_answer_keeps_the_ids_of_its_own_path():
     assert parent == 2 and path(turns, parent) == [turns[0], turns[2]]
     for seen, ids in ((path(turns, parent), other), (turns, one)):
         assert prompt_ids(texts, after, "", seen) == texts.conversation(after.messages, sampled={4: ids})
+
+
+def test_an_answer_keeps_its_ids_where_a_branch_with_another_system_prompt_shows_it():
+    """The second prompt begins anew and shows the first one's answer; the third extends it."""
+    texts, said = ServedText(tool_tokenizer()), "Take <tool> and go."
+    first, ids = [system("You plan."), user("Tidy up.")], texts.tags(said)
+    second = [system("You go on."), *first[1:], answer(said), user("And?")]
+    third = [*second, answer("Look."), user("A room.")]
+    turns, prompts = [], []
+    for messages, text in ((first, said), (second, "Look."), (third, "")):
+        parent = parent_of(texts, Conversation(messages), turns, "")
+        seen = turns if parent is None else path(turns, parent)
+        prompts.append(prompt_ids(texts, Conversation(messages), "", seen))
+        turns.append(a_turn(messages, text, parent, texts.tags(text)))
+    assert [turn.parent for turn in turns] == [None, None, 1]
+    begin = prompts[1] + texts.tags("Look.")
+    assert prompts[2][: len(begin)] == begin and ids != texts.prompt(said)
 
 
 def test_a_recording_shows_the_tree(policy, tmp_path):

@@ -78,6 +78,11 @@ def test_a_session_is_what_was_sampled(recorded, policy, ended):
     assert first.choices[0].message.content == other.choices[0].message.content != second.choices[0].message.content
 
 
+def test_only_a_request_without_a_state_key_has_its_results_searched(recorded, monkeypatch):
+    monkeypatch.setattr("hgpo_jax.serving.requests.tool_state", lambda messages: 1 / 0)
+    ask(recorded, metadata={"state_key": "here"})
+
+
 def test_a_stop_string_ends_what_is_recorded(recorded, ended):
     text = ask(recorded, "b").choices[0].message.content
     stop = next(text[at : at + 2] for at in range(9, 30) if text[at : at + 2].isascii())
@@ -177,6 +182,16 @@ def test_a_session_plays_the_task_that_its_first_request_names(recorded, ended):
         ask(recorded, name, max_tokens=1, metadata={"task_id": "too late"})
         reward(recorded, name, reward=1)
     assert [session.task for session in ended] == ["one", "one", None]
+
+
+def test_a_request_without_a_task_leaves_that_of_one_which_is_being_answered():
+    sessions = OpenSessions(9, 9, print)
+
+    async def both():
+        async with sessions.of("", Place(session_id="a", task_id="one")).in_line(1):
+            return sessions.of("", Place(session_id="a")).task
+
+    assert asyncio.run(both()) == "one"
 
 
 def recording_config(folder):

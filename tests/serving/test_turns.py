@@ -144,6 +144,14 @@ def test_the_same_prompt_once_more(port, slow, sessions, first, then, same, stre
     assert [turn.text for turn in sessions._by_name["a"].turns] == answers[: 1 if same else None]
 
 
+def test_a_key_names_its_turn_whatever_was_answered_since(port, slow, sessions):
+    for text, headers in (("x", KEY), ("y", {})):
+        answer = in_thread(ask, port, text, **headers)
+        slow.go()
+        answer()
+    assert ask(port, "x", **KEY) == "1" and len(sessions._by_name["a"].turns) == 2
+
+
 def test_an_answer_that_nobody_received_is_told_once_more(port, slow, sessions):
     answer = in_thread(ask, port, "x")
     slow.go()
