@@ -26,8 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.policy.kv_cache import AXES, KVCache, on_each_device
 from hgpo_jax.policy.mesh import partition
-from hgpo_jax.sampling.generate import Decoding, buckets, make_decode_blocks, turn_keys
-from hgpo_jax.sampling.held_prefixes import HeldPrefixes, Match
+from hgpo_jax.sampling.generate import Decoding, buckets, make_decode_blocks, turn_keys, well_filled
+from hgpo_jax.sampling.held_prefixes import HeldPrefixes
 from hgpo_jax.sampling.slots import (
     MAX_STEPS,
     Continued,
@@ -45,6 +45,10 @@ from hgpo_jax.sampling.slots import (
 # slot waits for few tokens, and long responses are not interrupted for nothing.
 MIN_STEPS, SHARE = 8, 16
 
+# What is left of a prompt that is continued is computed in pieces of these widths, so that few shapes are compiled and little
+# is padding. A shorter beginning than the first is not worth a program of its own.
+PIECES = (32, 128, 512)
+
 
 class SlotRequest(NamedTuple):
     """A prompt that waits for a response."""
@@ -54,6 +58,17 @@ class SlotRequest(NamedTuple):
     ids: Sequence[int]  # token ids of the prompt, at least one
     limit: int | None = None  # tokens of the longest response; None: as many as there is room for
     decoding: Decoding | None = None  # scalars, for a sampler without a common one
+
+
+class Piece(NamedTuple):
+    """The tokens from `begin` to `end` of a prompt; what comes before them is in `source`, and all goes into `slot`."""
+
+    request: SlotRequest
+    shard: int
+    source: int  # a slot of the shard, as is the next
+    slot: int
+    begin: int
+    end: int
 
 
 class SlotResponse(NamedTuple):
@@ -212,7 +227,7 @@ class SlotSampler:
       busy: the sum over these steps of the fraction of active slots, among the slots at that time.
       prompt_widths: prompt widths in slots, ascending.
       prompt_counts: numbers of prompts that are prefilled at a time, ascending.
-      rest_widths: widths in slots of what is left of a prompt that is continued, ascending.
+      piece_widths: widths in slots of the pieces of what is left of a prompt that is continued, ascending.
       prompt_tokens, reused_tokens: tokens of all prompts so far, and those of them that a slot held.
     """
 
@@ -239,7 +254,7 @@ class SlotSampler:
         self._state: Any = None
         self._requests: list[list[SlotRequest | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
         self._held = HeldPrefixes(shards, self._sizes[-1]) if reuse else None
-        self.rest_widths = buckets(prompt_limit, factor=4, smallest=32)
+        self.piece_widths = [width for width in PIECES if width < prompt_limit] or [prompt_limit]
         self.prompt_tokens, self.reused_tokens = 0, 0
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
         self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
@@ -277,7 +292,7 @@ class SlotSampler:
                 continue
             waiting, some = self._assign(some), []
             while any(waiting):
-                count = self._prompts_at_a_time(max(map(len, waiting)))
+                count = well_filled(self._sizes, max(map(len, waiting)))
                 self._prefill(width, count, [prompts[:count] for prompts in waiting])
                 waiting = [prompts[count:] for prompts in waiting]
 
@@ -344,7 +359,12 @@ class SlotSampler:
         size = next((size for size in self._sizes[-2:] if size >= needed), self._sizes[-1])
         if size >= len(self._requests[0]) or self._state is None:
             return
-        rows = [sorted(range(len(requests)), key=lambda slot: requests[slot] is None)[:size] for requests in self._requests]
+        # Of the free slots those stay that were taken last: their conversations are the likeliest to go on.
+        last = self._held.last_first if self._held else lambda shard, slots: slots
+        rows = [
+            sorted(last(shard, range(len(requests))), key=lambda slot: requests[slot] is None)[:size]
+            for shard, requests in enumerate(self._requests)
+        ]
         self._resize(np.concatenate(rows), self._length)
         if self._held:
             self._held.take(rows)
@@ -390,7 +410,7 @@ class SlotSampler:
             if not (share and prompt in home and free[shard]):
                 shard = max(range(len(free)), key=lambda at: len(free[at]))
             home[prompt] = shard
-            slot = self._held.oldest(shard, free[shard]) if self._held else free[shard][0]
+            slot = self._held.last_first(shard, free[shard])[-1] if self._held else free[shard][0]
             free[shard].remove(slot)
             self._begin(shard, slot, request)
             prompts[shard].setdefault(prompt if share else request.episode, []).append((slot, request))
@@ -404,41 +424,52 @@ class SlotSampler:
 
     def _continue(self, requests: Sequence[SlotRequest], held: HeldPrefixes) -> list[SlotRequest]:
         """Begins the responses whose prompts are worth continuing from what slots hold; returns the other requests."""
-        others, some, width = [], list[tuple[Match, SlotRequest]](), 0
+        others, batch, batch_width = [], list[Piece](), 0
         for request in requests:
             free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
             match = held.match(request.ids, free)
-            rest = match and next(w for w in self.rest_widths if w >= len(request.ids) - match.length)
-            if not match or not rest or rest >= self._width(len(request.ids)):
+            widths = self._widths_of_pieces(len(request.ids) - match.length) if match else []
+            if not match or match.length < PIECES[0] or sum(widths) >= self._width(len(request.ids)):
                 others.append(request)
                 continue
-            waits = any((match.shard, match.source) == (other.shard, other.slot) for other, _ in some)
-            full = sum(match.shard == other.shard for other, _ in some) == self._sizes[0]
-            if some and (waits or full or rest != width):
-                self._extend(width, some)
-                some = []
-            some.append((match, request))
-            width = rest
             self._begin(match.shard, match.slot, request)
             self.reused_tokens += match.length
-        if some:
-            self._extend(width, some)
+            source, begin = match.source, match.length
+            for width in widths:
+                waits = any((match.shard, source) == (other.shard, other.slot) for other in batch)
+                full = sum(match.shard == other.shard for other in batch) == self._sizes[0]
+                if batch and (waits or full or width != batch_width):
+                    self._extend(batch_width, batch)
+                    batch = []
+                end = min(begin + width, len(request.ids))
+                batch.append(Piece(request, match.shard, source, match.slot, begin, end))
+                source, begin, batch_width = match.slot, end, width
+        if batch:
+            self._extend(batch_width, batch)
         return others
 
-    def _extend(self, width: int, prompts: list[tuple[Match, SlotRequest]]) -> None:
-        """Computes the rests of prompts, of up to `width` tokens, and begins their responses."""
+    def _widths_of_pieces(self, length: int) -> list[int]:
+        """Lists the widths of the pieces that compute so many tokens, each filled to more than half if there is a choice."""
+        widths = []
+        while length > 0:
+            widths.append(well_filled(self.piece_widths, length))
+            length -= widths[-1]
+        return widths
+
+    def _extend(self, width: int, pieces: list[Piece]) -> None:
+        """Computes pieces of up to `width` tokens, and begins the response after the last one of a prompt."""
         shards, slots, count = len(self._requests), len(self._requests[0]), self._sizes[0]
-        by_shard = [[prompt for prompt in prompts if prompt[0].shard == shard] for shard in range(shards)]
         tokens = np.zeros((shards, count, width), np.int32)
         begin, source, turn = np.zeros((3, shards, count), np.int32)
         lengths, slot = np.ones((shards, count), np.int32), np.full((shards, count), slots, np.int32)
         episode = np.full((shards, count), -1, np.int32)
         rows: list[list[SlotRequest | None]] = [[None] * count for _ in range(shards)]
-        for shard, of_shard in enumerate(by_shard):
-            for i, (match, request) in enumerate(of_shard):
-                rest = request.ids[match.length :]
-                tokens[shard, i, : len(rest)], lengths[shard, i], begin[shard, i] = rest, len(rest), match.length
-                source[shard, i], slot[shard, i], rows[shard][i] = match.source, match.slot, request
+        for shard in range(shards):
+            for i, piece in enumerate(piece for piece in pieces if piece.shard == shard):
+                request, length = piece.request, piece.end - piece.begin
+                tokens[shard, i, :length] = request.ids[piece.begin : piece.end]
+                lengths[shard, i], begin[shard, i] = length, piece.begin
+                source[shard, i], slot[shard, i], rows[shard][i] = piece.source, piece.slot, request
                 episode[shard, i], turn[shard, i] = request.episode, request.turn
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
         of_rows = [request for some in rows for request in some]
@@ -453,12 +484,8 @@ class SlotSampler:
             flat(turn),
             self._decodings(of_rows),
         )
+        # A token sampled after an earlier piece of a prompt is replaced by the one after its last piece.
         self._first.append((flat(episode).tolist(), *first))
-
-    def _prompts_at_a_time(self, count: int) -> int:
-        """Returns how many of `count` prompts a shard prefills next: a size that is filled to more than half."""
-        above = next((size for size in self._sizes if size >= count), self._sizes[-1])
-        return above if above < 2 * count else max((size for size in self._sizes if size <= count), default=above)
 
     def _prefill(self, width: int, count: int, prompts: list[list[list[tuple[int, SlotRequest]]]]) -> None:
         """Prefills up to `count` prompts of every shard."""

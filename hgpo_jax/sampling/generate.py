@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,12 @@ def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
         if size >= smallest:
             sizes.add(size)
     return sorted(sizes)
+
+
+def well_filled(sizes: Sequence[int], count: int) -> int:
+    """Returns the smallest of ascending sizes that holds `count`; the largest that it fills, if that would be half empty."""
+    above = next((size for size in sizes if size >= count), sizes[-1])
+    return above if above < 2 * count else max((size for size in sizes if size <= count), default=above)
 
 
 class Decoding(struct.PyTreeNode):

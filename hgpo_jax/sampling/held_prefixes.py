@@ -38,9 +38,9 @@ class HeldPrefixes:
         self._calls += 1
         self._ids[shard][slot], self._used[shard][slot] = np.asarray(ids, np.int32), self._calls
 
-    def oldest(self, shard: int, slots: Sequence[int]) -> int:
-        """Returns the one of these slots that was taken the longest time ago."""
-        return min(slots, key=lambda slot: self._used[shard][slot])
+    def last_first(self, shard: int, slots: Sequence[int]) -> list[int]:
+        """Sorts slots of a shard: the one that was taken last comes first."""
+        return sorted(slots, key=lambda slot: -self._used[shard][slot])
 
     def take(self, rows: Sequence[Sequence[int]]) -> None:
         """Keeps some slots of each shard, in this order."""
@@ -64,7 +64,7 @@ class HeldPrefixes:
         if not length:
             return None
         goes_on = source in free[shard] and length >= min(len(self._ids[shard][source]), len(ids) - 1)
-        return Match(shard, source, source if goes_on else self.oldest(shard, free[shard]), length)
+        return Match(shard, source, source if goes_on else self.last_first(shard, free[shard])[-1], length)
 
 
 _NOTHING = np.zeros(0, np.int32)

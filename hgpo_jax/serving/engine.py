@@ -140,7 +140,7 @@ class Engine:
         # The longest prompts come first, so that the caches have room for all and never grow.
         counts = [(prompts, 1) for prompts in self._sampler.prompt_counts] + [(1, 2)][: self.slots - 1]
         whole = [(length, *count, 0) for length in self._sampler.prompt_widths[::-1] for count in counts]
-        return whole + [(self.prompt_limit, 1, 1, rest) for rest in self._sampler.rest_widths[:-1]]
+        return whole + [(self.prompt_limit, 1, 1, rest) for rest in self._sampler.piece_widths if rest < self.prompt_limit]
 
     def warm_up(self, length: int, prompts: int, responses: int, rest: int) -> None:
         """Compiles the programs for such requests, so that no client waits for it later. Raises RunError if that fails.

@@ -11,7 +11,7 @@ from flax import nnx
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.continuous_batching import MIN_STEPS, SlotPrograms, SlotRequest, SlotSampler
-from hgpo_jax.sampling.generate import Decoding, generate
+from hgpo_jax.sampling.generate import Decoding, generate, well_filled
 
 MODEL = ModelConfig(
     vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -143,7 +143,7 @@ def test_equal_prompts_are_read_once():
 def test_few_prompts_are_read_by_the_smallest_program_also_where_it_takes_several():
     sampler = make_sampler(PLAIN, slots=65)
     assert sampler.prompt_counts == [5, 17, 65]
-    assert [sampler._prompts_at_a_time(count) for count in (1, 5, 6, 8, 9, 17, 33, 65)] == [5, 5, 5, 5, 17, 17, 65, 65]
+    assert [well_filled(sampler._sizes, count) for count in (1, 5, 6, 8, 9, 17, 33, 65)] == [5, 5, 5, 5, 17, 17, 65, 65]
 
 
 def test_every_request_with_its_own_distribution_and_limit():
@@ -223,3 +223,37 @@ def test_a_conversation_goes_on_from_what_a_slot_holds(spec):
                 if sampler.active:
                     sampler.cancel(20)
     assert sampler.counts["reused_share"] > 0.5
+
+
+def continuing_sampler() -> SlotSampler:
+    mesh, compiled = programs("data=1")
+    placed = jax.device_put(parameters(), shardings(MODEL, mesh))
+    return SlotSampler(compiled, placed, KEYS, PLAIN, slots=SLOTS, prompt_limit=LONG, reuse=True)
+
+
+@pytest.mark.parametrize("new", [1, 33, 100, 140])
+def test_only_what_a_turn_adds_is_computed(new):
+    """Whatever its length: it is computed in pieces."""
+    sampler, random, ids = continuing_sampler(), np.random.default_rng(new), []
+    for turn in range(3):
+        before, held = sampler.reused_tokens, len(ids)
+        ids += random.integers(0, MODEL.vocab_size, 150 if turn == 0 else new).tolist()
+        request = SlotRequest(0, turn, list(ids))
+        responses = play(sampler, [request], more=SLOTS)
+        check(responses, [request])
+        # The last token of a response was not decoded.
+        assert sampler.reused_tokens - before == max(0, held - 1)
+        ids += responses[0].tokens.tolist()
+
+
+def test_the_slots_that_were_taken_last_are_kept():
+    sampler, random = continuing_sampler(), np.random.default_rng(0)
+    prompts = [random.integers(0, MODEL.vocab_size, 60).tolist() for _ in range(SLOTS)]
+    for number in (*range(SLOTS), 2, 3):
+        play(sampler, [SlotRequest(number, 0, prompts[number], limit=1)], more=SLOTS)
+    with jax.set_mesh(programs("data=1")[0]):
+        sampler.shrink(1)
+    sampler.reused_tokens = 0
+    requests = [SlotRequest(number, 1, [*prompts[number], 3]) for number in (2, 3)]
+    check(play(sampler, requests), requests)
+    assert sampler.reused_tokens == 2 * 60
