@@ -44,6 +44,7 @@ RELEASED = {
     "advantage.gamma": 0.95,  # H algorithm.gamma
     "advantage.alpha": 1.0,  # H algorithm.hgpo.length_weight_alpha
     "advantage.history_length": None,  # that of the prompt
+    "advantage.signal_weights": (),  # there are no signals
     "advantage.lam": None,  # of estimators that read it, D algorithm.lam for ppo
     "advantage.invalid_penalty": 0.1,  # H actor.invalid_action_penalty_coef
     "learner.lr": 1e-6,  # H actor.optim.lr, for 7B on ALFWorld D
