@@ -38,8 +38,8 @@ from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
 from hgpo_jax.rollout.environments import backend, converses, environment, max_turns
 from hgpo_jax.rollout.runners import TextRunner
-from hgpo_jax.sampling.continuous_batching import SlotPrograms
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
+from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.sampling.slots import NewPrompts
 from hgpo_jax.setup import memory
 from hgpo_jax.utils.errors import ConfigError, one_line

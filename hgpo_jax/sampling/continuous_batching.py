@@ -18,32 +18,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.policy.kv_cache import AXES, KVCache, on_each_device
-from hgpo_jax.policy.mesh import partition
-from hgpo_jax.sampling.generate import Decoding, buckets, make_decode_blocks, turn_keys, well_filled
+from hgpo_jax.sampling.generate import Decoding, buckets, well_filled
 from hgpo_jax.sampling.held_prefixes import HeldPrefixes
-from hgpo_jax.sampling.slots import (
-    MAX_STEPS,
-    Continued,
-    NewPrompts,
-    Pace,
-    Sampled,
-    SlotState,
-    decode_slots,
-    extend_slots,
-    free_slots,
-    prefill_slots,
-)
-
-# A step decodes at least MIN_STEPS tokens, and at most MAX_STEPS, until a sixteenth of the responses has ended. So an ended
-# slot waits for few tokens, and long responses are not interrupted for nothing.
-MIN_STEPS, SHARE = 8, 16
+from hgpo_jax.sampling.slot_programs import SlotPrograms
+from hgpo_jax.sampling.slots import MAX_STEPS, Continued, NewPrompts
 
 # What is left of a prompt that is continued is computed in pieces of these widths, so that few shapes are compiled and little
 # is padding. A shorter beginning than the first is not worth a program of its own.
@@ -77,135 +57,6 @@ class SlotResponse(NamedTuple):
     episode: int
     tokens: np.ndarray  # i32[n], including the end token
     logp: np.ndarray  # f32[n]
-
-
-class SlotPrograms:
-    """The compiled programs of a SlotSampler, which all samplers of a policy share.
-
-    Args:
-      graphdef: that of the `Qwen2` whose parameters are passed.
-      mesh: slots are split over its `data` and `fsdp` axes.
-      max_new: R, the longest response.
-      end_tokens: the tokens that end a response.
-
-    Attributes:
-      max_new, end_tokens: the arguments.
-      shards: parts that the slots are split into.
-      called: each program and shape, in words, that has been called.
-    """
-
-    def __init__(self, graphdef, mesh: Mesh | AbstractMesh, *, max_new: int, end_tokens: tuple[int, ...]):
-        self._graphdef, self._mesh, self.max_new, self.end_tokens = graphdef, mesh, max_new, end_tokens
-        self.shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.called: set[tuple[str, str]] = set()
-        self._programs = {
-            "empty": jax.jit(self._empty, static_argnums=(1, 2)),
-            "take": jax.jit(self._take),
-            "resize": jax.jit(self._resize, static_argnums=2),
-            "prefill": jax.jit(self._prefill, donate_argnums=1),
-            "extend": jax.jit(self._extend, donate_argnums=1),
-            "decode": jax.jit(self._decode, donate_argnums=2),
-            "decode_blocks": make_decode_blocks(graphdef),
-        }
-
-    def lower(self, name: str, *args):
-        """Lowers a program for these arguments."""
-        return self._programs[name].lower(*args)
-
-    def __call__(self, name: str, shape: str, *args):
-        """Calls a program with arguments of this shape."""
-        self.called.add((name, shape))
-        return self._programs[name](*args)
-
-    def _empty(self, params, slots: int, length: int) -> SlotState:
-        """Makes `slots` free slots, a multiple of the shards, whose caches hold `length` tokens."""
-        return self._place(free_slots(nnx.merge(self._graphdef, params), slots, length))
-
-    def _sharding(self, axes, a) -> NamedSharding:
-        return NamedSharding(self._mesh, partition(axes, a.shape, self._mesh))
-
-    def _cache_shardings(self, cache):
-        """Returns the sharding of every array of one or more KVCaches."""
-        return jax.tree.map(lambda a: self._sharding(AXES[: a.ndim], a), cache)
-
-    def _place(self, state: SlotState) -> SlotState:
-        """Constrains the state to the sharding that every program takes and returns."""
-        rows = lambda name: self._sharding(("batch",), getattr(state, name))  # noqa: E731
-        return jax.lax.with_sharding_constraint(state, SlotState.of(rows, self._cache_shardings(state.cache)))
-
-    def _on_data(self, call, in_specs):
-        """Maps `call` over the indices of the data axis; the compiler handles the other axes."""
-        return jax.shard_map(
-            call, mesh=self._mesh, in_specs=in_specs, out_specs=P("data"), axis_names={"data"}, check_vma=False
-        )
-
-    def _take(self, state: SlotState, rows) -> SlotState:
-        """Selects the slots `rows` i32[S'] without their caches; row numbers count within a shard."""
-
-        def take(arrays, rows):
-            return {name: value[rows] for name, value in arrays.items()}
-
-        values = self._on_data(lambda *a: on_each_device(take, *a), P("data"))(state.rows(), rows)
-        return self._place(SlotState.of(values.get, []))
-
-    def _resize(self, layer: KVCache, rows, length: int) -> KVCache:
-        """Returns one layer's cache of the slots `rows`, resized to `length` tokens."""
-
-        def resize(layer, rows):
-            return layer.take(rows).lengthen(length - layer.ends[-1]).in_parts()
-
-        resized = self._on_data(lambda *a: on_each_device(resize, *a), P("data"))(layer, rows)
-        return jax.lax.with_sharding_constraint(resized, self._cache_shardings(resized))
-
-    def _prefill(self, params, state: SlotState, prompts: NewPrompts, keys, episodes, turns, decoding: Decoding):
-        """Prefills prompts and samples the first token of their responses.
-
-        Response number j of m belongs to episode episodes[j] at turn turns[j]. keys are those of the episodes
-        (`sampling.turn_keys`). decoding: of scalars, or of [m].
-
-        Returns: (the state, tokens i32[m], their log-probabilities f32[m]).
-        """
-        keys = turn_keys(keys[episodes], turns)
-        data, everywhere = P("data"), P()
-        prefill = self._on_data(self._prefill_shard, (everywhere, data, data, data, _by_row(decoding)))
-        state, *first = prefill(params, state, prompts, keys, decoding)
-        return self._place(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
-
-    def _prefill_shard(self, params, state: SlotState, prompts: NewPrompts, keys, decoding):
-        model, widths = nnx.merge(self._graphdef, params), (prompts.tokens.shape[1],)
-        return prefill_slots(model, state, prompts, keys, widths, self.end_tokens, decoding)
-
-    def _extend(self, params, state: SlotState, prompts: Continued, keys, episodes, turns, decoding: Decoding):
-        """Like `_prefill`, for prompts that begin with what slots hold."""
-        keys = turn_keys(keys[episodes], turns)
-        data, everywhere = P("data"), P()
-        extend = self._on_data(self._extend_shard, (everywhere, data, data, data, _by_row(decoding)))
-        state, *first = extend(params, state, prompts, keys, decoding)
-        return self._place(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
-
-    def _extend_shard(self, params, state: SlotState, prompts: Continued, keys, decoding):
-        return extend_slots(nnx.merge(self._graphdef, params), state, prompts, keys, self.end_tokens, decoding)
-
-    def _decode(self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding) -> tuple[SlotState, Sampled]:
-        """Decodes MIN_STEPS to `most` (i32[], at most MAX_STEPS) tokens in every active slot; stops early when all have ended.
-
-        free: bool[S], slots whose responses are no longer wanted. limits: i32[S], tokens of each longest response. decoding: of
-        scalars, or of [S].
-        """
-        data, everywhere = P("data"), P()
-        decode = self._on_data(self._decode_shard, (everywhere, everywhere, data, data, data, everywhere, _by_row(decoding)))
-        state, sampled = decode(params, blocks, state, free, limits, most, decoding)
-        return self._place(state), jax.lax.with_sharding_constraint(sampled, NamedSharding(self._mesh, everywhere))
-
-    def _decode_shard(self, params, blocks, state: SlotState, free, limits, most, decoding):
-        state = state.replace(ended=state.ended | free)
-        model = nnx.merge(self._graphdef, params)
-        return decode_slots(model, blocks, state, limits, Pace(MIN_STEPS, most, SHARE), self.end_tokens, decoding)
-
-
-def _by_row(decoding: Decoding):
-    """Returns, for each of its arrays, how a `shard_map` over data splits it."""
-    return jax.tree.map(lambda a: P("data") if jnp.ndim(a) else P(), decoding)
 
 
 class SlotSampler:

@@ -48,8 +48,8 @@ from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import RolloutResult, Story
 from hgpo_jax.rollout.runners import check_context
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.sampling.continuous_batching import SlotPrograms
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hgpo_jax.policy import Policy
-from hgpo_jax.sampling.continuous_batching import SlotPrograms, SlotRequest, SlotSampler
+from hgpo_jax.sampling.continuous_batching import SlotRequest, SlotSampler
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.utils.errors import RunError
 
 log = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class Engine:
         ids = random.integers(0, self.vocabulary, (prompts, length))
         for size in (length - rest, length) if rest else (length,):
             self._sample_two_tokens(ids[:, :size].tolist(), responses)
+        self._sampler.prompt_tokens = self._sampler.reused_tokens = 0  # clients' alone count
 
     def _sample_two_tokens(self, prompts: Sequence[list[int]], responses: int) -> None:
         reports: queue.Queue[Progress] = queue.Queue()

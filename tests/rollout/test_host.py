@@ -20,8 +20,9 @@ from hgpo_jax.rollout.episodes import KINDS, Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, LocalWorkers
-from hgpo_jax.sampling.continuous_batching import SlotPrograms, SlotResponse
+from hgpo_jax.sampling.continuous_batching import SlotResponse
 from hgpo_jax.sampling.generate import Decoding, buckets
+from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.tiny import mesh_of

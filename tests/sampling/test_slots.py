@@ -10,8 +10,9 @@ from flax import nnx
 
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.policy.mesh import make_mesh
-from hgpo_jax.sampling.continuous_batching import MIN_STEPS, SlotPrograms, SlotRequest, SlotSampler
+from hgpo_jax.sampling.continuous_batching import SlotRequest, SlotSampler
 from hgpo_jax.sampling.generate import Decoding, generate, well_filled
+from hgpo_jax.sampling.slot_programs import MIN_STEPS, SlotPrograms
 
 MODEL = ModelConfig(
     vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

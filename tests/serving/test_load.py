@@ -253,6 +253,7 @@ def test_what_is_compiled_at_the_start_is_all(policy):
         for shape in engine.shapes():
             engine.warm_up(*shape)
         compiled = set(engine._sampler._programs.called)
+        assert engine.counts["reused_share"] == 0
         for length in (1, 100, 250):  # of requests that come together, some of them with equal prompts
             for count, distinct in ((1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (4, 2), (4, 3), (4, 4)):
                 told = queue.Queue()

@@ -23,14 +23,14 @@ def state(*messages):
 
 PYTEST = """\
 ============================= test session starts ==============================
-rootdir: /tmp/pytest-of-root/pytest-%d
+rootdir: /tmp/pytest-of-ann/pytest-%d
 collected 12 items
 
 tests/test_cup.py ..........F.                                           [100%%]
 
 E       AssertionError: <cup.Cup object at 0x7f%s> is not clean
 =================== 1 failed, 11 passed in %s ===================="""
-LISTING = "total 8\n-rw-r--r-- 1 root root  812 Nov %s main.py\ndrwxr-xr-x 2 root root 4096 Nov %s tests"
+LISTING = "total 8\n-rw-r--r-- 1 ann ann  812 Nov %s main.py\ndrwxr-xr-x 2 root root 4096 Nov %s tests"
 REQUEST = 'HTTP/1.1 200 OK\nDate: %s\nX-Request-Id: %s\n\n{"status": "open", "items": 3, "created_at": %s}'
 LOG = "%s INFO worker[pid %d] attempt 2/5: cannot reach the database (after %s)"
 BUILD = "Compiling (8/8)\nFinished after %s\nElapsed: %s\n\nreal\t%s\nuser\t0m0.004s"
@@ -67,7 +67,7 @@ def test_results_that_differ_in_time_and_random_names_are_one_state(form, one, o
     "text",
     [
         "You see a cup 1, a shelf 12 and a desk 3.", "src/main.py:12:34: error: 2 arguments", "41 passed, 2 failed",
-        '{"price": 19.99, "stock": 1204, "id": 48213}', "-rw-r--r-- 1 root root 812 main.py", "/tmp/project/main.py",
+        '{"price": 19.99, "stock": 1204, "id": 48213}', "-rw-r--r-- 1 ann ann 812 main.py", "/tmp/project/main.py",
         "version 3.11.7", "[5, 3, 0.25]", "meeting at 10:30", "turned 3 times, steps: 4", "1.5 GB of 16 GB",
         "commit f383644", "room 404", "It costs $15.", "drive 20 minutes", "free 10:30:00 to 11:00:00", "attempt 1/5",
         "step 3 of 20", "on 2026-11-28", "Sat, 28 Nov 2026", "a population of 1795842797", "at 1795842797", "id 1795842797482",
