@@ -9,6 +9,7 @@ once. The peer keeps its cache by hand. Nothing is compiled during the timing.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from typing import NamedTuple
@@ -39,13 +40,15 @@ class Turns(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     policy_options.add_arguments(parser)
     policy_options.add_against(parser)
-    parser.add_argument("--turns", type=whole_number, default=10, help="turns of the chat, at least 2; default 10")
+    parser.add_argument(
+        "--turns", type=functools.partial(whole_number, low=2), default=10, help="turns of the chat; default 10"
+    )
     parser.add_argument("--message", type=whole_number, default=100, help="tokens that each turn adds; default 100")
     parser.add_argument("--response", type=whole_number, default=32, help="tokens of an answer; default 32")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
-    """Returns rows; a ratio is of the last turn's seconds to the second one's, or of the peer's to ours at the last turn."""
+    """Returns rows; a ratio is a share of the prompts' tokens, or as its row says: of seconds, or our speed to the peer's."""
     model, _, mesh = policy_options.open_policy(args, [])
     peer = policy_options.load_peer(args.against)
     random = np.random.default_rng(0)
@@ -67,15 +70,14 @@ def run(args: argparse.Namespace) -> list[dict]:
         turns = ours(True)
         seconds = _medians(calls, args.repeats)
     shape = f"{args.policy}, {args.dtype}, {args.message} + {args.response} tokens a turn"
-    share = sum(turns.reused[1:]) / sum(turns.prompts[1:])
-    rows = [row(f"prompt tokens of turns 2 to {args.turns} that are not read again, {shape}", 100 * share, "%")]
+    reused, prompts, last = sum(turns.reused[1:]), sum(turns.prompts[1:]), f"first tokens at turn {args.turns}"
+    rows = [row(f"prompt tokens of later turns not read again, {shape}", reused, "tokens", ratio=reused / prompts)]
     for name, of_turns in seconds.items():
-        rows.append(row(f"first tokens at turn 2, {name}", 1e3 * of_turns[1], "ms"))
-        growth = of_turns[-1] / of_turns[1]
-        rows.append(row(f"first tokens at turn {args.turns}, {name}, over turn 2", 1e3 * of_turns[-1], "ms", ratio=growth))
+        rows.append(row(f"first tokens at turn 2, {name}", of_turns[1], "s"))
+        rows.append(row(f"{last}, {name}, over turn 2", of_turns[-1], "s", ratio=of_turns[-1] / of_turns[1]))
     if peer:
-        ratio = seconds["transformers"][-1] / seconds["held"][-1]
-        rows.append(row(f"speed at turn {args.turns} over transformers'", ratio, "times", ratio=ratio))
+        ours_last = seconds["held"][-1]
+        rows.append(row(f"{last}, held, against transformers", ours_last, "s", ratio=seconds["transformers"][-1] / ours_last))
     return rows
 
 

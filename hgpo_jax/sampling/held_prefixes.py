@@ -25,6 +25,7 @@ class HeldPrefixes:
     """The ids that each slot of each shard holds.
 
     Args:
+      shards: parts that the slots are split into.
       slots: of each shard.
     """
 

@@ -72,6 +72,17 @@ def test_conversations_are_computed_once(bench):
 
 
 @pytest.mark.slow
+def test_a_chat_reads_only_what_is_new(bench):
+    rows = by_name(bench("chat", *TINY, "--turns", "4", "--message", "40", "--response", "5"))
+    # Prompts of 85, 130 and 175 tokens, of which all but the message and the last token of an answer were read before.
+    reused = starting(rows, "prompt tokens of later turns not read again")
+    assert (reused["value"], reused["ratio"]) == (85 + 130 + 175 - 3 * 41, pytest.approx(1 - 3 * 41 / (85 + 130 + 175)))
+    for name in ("held", "read anew"):
+        before, after = starting(rows, f"first tokens at turn 2, {name}"), starting(rows, f"first tokens at turn 4, {name}")
+        assert after["ratio"] == pytest.approx(after["value"] / before["value"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [False, True])
 def test_attention(bench, monkeypatch, wrong):
     if wrong:  # every slot would be its own start
@@ -135,6 +146,7 @@ def parse(arguments):
     (["update", "--tokens", "8", "--response", "8"], "--response 8: leaves no prompt"),
     (["update", "--rows", "0"], "--rows: 0: must be a whole number"),
     (["conversations", "--tokens", "30"], "--turns 20: leaves no prompt and answer"),
+    (["chat", "--turns", "1"], "--turns: 1: must be a whole number"),
     (["rollout", "--mean", "1"], "--mean 1: must be 2 or more"),
     (["rollout", "--shortest-prompt", "2000"], "--shortest-prompt 2000: is above --longest-prompt 1200"),
     (["plan", "--mesh", "data=1", "--chip", "h100-80g", "--compile", "v5e:2x4"], "--chip h100-80g: --compile v5e:2x4"),
