@@ -236,3 +236,12 @@ def test_gdpo():
     swapped = batch | {"rewards": signals[..., 0], "signals": batch["rewards"][..., None]}
     found = np.asarray(estimate("gdpo", **swapped, signal_weights=(2.0,)).advantages)[:, 0]
     np.testing.assert_allclose(found, added / added.std(ddof=1), atol=2e-5)
+
+
+def test_streams_of_gdpo_that_cancel_leave_nothing():
+    """The floor of their different scales leaves less than the rounding of what is added, which whitening must not enlarge."""
+    rewards = np.array([0, 2, 3, 7], np.float32)[:, None]
+    batch = {"rewards": rewards, "mask": np.ones((4, 1), bool), "states": np.zeros((4, 1), np.int32),
+             "groups": np.array([0, 0, 1, 1], np.int32), "signals": -100 * rewards[..., None]}  # fmt: skip
+    advantages = np.asarray(estimate("gdpo", **batch).advantages)
+    np.testing.assert_array_equal(advantages, 0)
