@@ -140,7 +140,7 @@ def test_a_megabyte_is_cut_within_seconds(tokenizer, kind):
     view = LATER._replace(observation=LONG[kind], history=[(LONG[kind], "look")] * 2)
     began = time.process_time()
     ids, dropped, cut = format.build([view])[0]
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 30  # typically 0.4; what grows with the square takes minutes
     assert dropped == 2 and cut > 0
     assert len(ids) <= 4096 if kind == "blanks" else 4090 < len(ids) <= 4096
     empty = format.build([VIEW])[0].ids
