@@ -28,7 +28,7 @@ PLACES = {"run_dir": True, "cache_dir": True, "name": True, "env": {"data"}, "po
 
 
 def success_by_iteration(folder: Path) -> dict[int, float]:
-    """Returns the success of the policies that can be restored, by iterations done; a mean over three iterations of training.
+    """Returns the success of the policies that can be restored, in the iteration that they sampled, by iterations done.
 
     Raises ConfigError if the run has not learned yet.
     """
@@ -36,7 +36,7 @@ def success_by_iteration(folder: Path) -> dict[int, float]:
     if not success:
         raise ConfigError(f"{folder}: the run has not finished an iteration")
     kept = {int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()} | {0}
-    return {i: float(np.mean(success[max(i - 1, 0) : i + 2])) for i in sorted(kept) if i < len(success)}
+    return {iteration: success[iteration] for iteration in sorted(kept) if iteration < len(success)}
 
 
 def nearest(folder: Path, level: float) -> int:

@@ -84,7 +84,7 @@ def markdown(standing: Standing) -> str:
         heading = ["estimator", "cosine", f"minus {standing.reference}", "bias²", "variance", "sign"]
         lines = []
         for contender in sorted(standing.scores, key=lambda c: -standing.mean(c, "cosine", names)):
-            line = [f"{standing.mean(contender, number, names):.2f}" for number in ("cosine", "bias2", "variance", "sign")]
+            line = [two_places(standing.mean(contender, number, names)) for number in ("cosine", "bias2", "variance", "sign")]
             line.insert(1, describe(standing.difference(contender, "cosine", names)) if contender != standing.reference else "")
             lines.append([contender, *line, *(f"{standing.mean(contender, 'cosine', by_level[at]):.2f}" for at in levels)])
         count = f"{len(names)} snapshot{'s' * (len(names) > 1)}"
@@ -95,6 +95,10 @@ def markdown(standing: Standing) -> str:
     if standing.left_out:
         text += ["", "Left out:", "", *(f"* {name}: {reason}" for name, reason in standing.left_out.items())]
     return "\n".join(text) + "\n"
+
+
+def two_places(number: float) -> str:
+    return "-" if math.isnan(number) else f"{number:.2f}"
 
 
 def describe(difference: dict) -> str:
