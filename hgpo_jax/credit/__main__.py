@@ -70,7 +70,6 @@ def take(args) -> None:
     for run in map(Path, args.runs) if args.runs else (train(args, folder, seed) for seed in args.seeds):
         config = read_config(run)
         setting = args.setting or config.name
-        folder.mkdir(parents=True, exist_ok=True)
         for level in args.levels:
             file = folder / f"{setting}-s{config.seed}-{level * 100:.0f}.npz"
             sizes = {"groups": args.groups, "batches": args.batches, "continuations": args.continuations}

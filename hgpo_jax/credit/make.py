@@ -55,7 +55,8 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
     """Writes a snapshot of a run, unless there is one already. Raises ConfigError."""
     if file.exists():
         load(file)
-        return say(f"{file}: is there")
+        say(f"{file}: is there")
+        return
     config = read_config(run)
     if backend(config) != "compiled":
         raise ConfigError(f"{run}: env.name={config.env.name}: a snapshot needs an environment compiled with the policy")
@@ -82,6 +83,7 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
         versions={name: version(name) for name in ("hgpo_jax", "jax", "numpy")},
         fields=learned_with(config),
     )
+    file.parent.mkdir(parents=True, exist_ok=True)
     Snapshot(arrays, about).save(file)
     say(f"{file}: {about.success:.0%} success after {iteration} iterations, {arrays['mask'].sum()} steps")
 
@@ -110,6 +112,7 @@ def sample(job: Job, params, first: int, batches: int, continuations: int) -> di
 
 
 def compact(array) -> np.ndarray:
+    """Returns an array of NumPy, without float64."""
     return np.asarray(array, np.float32) if array.dtype == np.float64 else np.asarray(array)
 
 
