@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import sys
 from pathlib import Path
 
@@ -71,11 +72,15 @@ def take(args) -> None:
         config = read_config(run)
         setting = args.setting or config.name
         for level in args.levels:
-            file = folder / f"{setting}-s{config.seed}-{level * 100:.0f}.npz"
+            file = folder / f"{file_name(setting)}-s{config.seed}-{level * 100:.0f}.npz"
             sizes = {"groups": args.groups, "batches": args.batches, "continuations": args.continuations}
             make.make(run, file, setting, level, **sizes)
     card.write(folder)
     say(f"{folder / card.FILE}")
+
+
+def file_name(setting: str) -> str:
+    return re.sub(r"[^\w.-]+", "-", setting)
 
 
 def train(args, folder: Path, seed: int) -> Path:
@@ -83,7 +88,7 @@ def train(args, folder: Path, seed: int) -> Path:
     keeps = ["log.checkpoint_every=1", "log.keep_checkpoints=1000", f"cloning.stop_at={args.levels[0] * 0.75}"]
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
     fields = configuration.read_fields(args.config, [*keeps, *args.overrides, *mesh, f"seed={seed}"])
-    name = args.setting or configuration.resolve(fields).name
+    name = file_name(args.setting or configuration.resolve(fields).name)
     fields["run_dir"] = str(folder / "runs" / f"{name}-s{seed}")
     return training.train(fields, "auto")
 

@@ -78,8 +78,8 @@ OWN = """
 import jax.numpy as jnp
 from hgpo_jax.advantages import Estimate
 
-def centred(batch, *, gamma=0.5):
-    return Estimate(gamma * (batch.rewards - batch.rewards.mean()) + batch.invalid, batch.rewards)
+def centred(batch, *, gamma=0.5, invalid_penalty=0.1):
+    return Estimate(gamma * (batch.rewards - batch.rewards.mean()) - invalid_penalty, batch.rewards)
 """
 
 
@@ -172,11 +172,12 @@ SMALL = (
 def test_from_training_to_scores(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     sizes = ("--levels", "0", "--groups", "2", "--batches", "2", "--continuations", "4")
-    ask = ["snapshot", "made", *sizes, *SMALL, f"cache_dir={tmp_path}/cache"]
+    ask = ["snapshot", "made", "--setting", "a place/at home", *sizes, *SMALL, f"cache_dir={tmp_path}/cache"]
     credit.main(ask)
-    file = tmp_path / "made" / "household-s0-0.npz"
+    file = tmp_path / "made" / "a-place-at-home-s0-0.npz"
     one, written = load(file), file.stat().st_mtime_ns
     assert one["mask"].shape == (16, 4) and len(one.batches()) == 2 and sorted(set(one["groups"])) == [0, 1, 2, 3]
+    assert one.about.setting == "a place/at home"
     assert "cache_dir" not in one.about.fields and one.about.fields["iterations"] == 1
     mask = one["mask"]
     for situation in np.unique(one["situations"][mask]):
@@ -186,7 +187,7 @@ def test_from_training_to_scores(tmp_path, capsys, monkeypatch):
         for batch in set(one["batch"][rows]):
             assert len(set(one["states"][where & (one["batch"] == batch)[:, None]])) == 1
     credit.main(ask)
-    assert "household-s0-0.npz: is there" in capsys.readouterr().out and file.stat().st_mtime_ns == written
+    assert "a-place-at-home-s0-0.npz: is there" in capsys.readouterr().out and file.stat().st_mtime_ns == written
     credit.main(["score", "made", "--method", "grpo", "--method", "hgpo history_length=0"])
     said = capsys.readouterr().out
     assert "| hgpo history_length=0 |" in said and "| grpo |" in said and (tmp_path / "made" / "DATA_CARD.md").is_file()
