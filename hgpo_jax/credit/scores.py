@@ -21,30 +21,30 @@ def score(advantages: np.ndarray, snapshot: Snapshot) -> dict[str, float]:
     """Scores advantages f[B, T] of all batches.
 
     cosine: to the true advantages, over all steps. scale: c. sign: share of the steps with a clear true advantage whose sign is
-    right; an advantage of 0 counts half. bias2, variance: over the steps whose situation occurs in two batches or more, `met`
-    is their share; both are nan for a cosine of 0 or less.
+    right; an advantage of 0 counts half. bias2, variance: over the steps whose situation recurs in another batch; both are nan
+    for a cosine of 0 or less. recurs: the share of these steps.
     """
     mask = snapshot["mask"]
     estimated, true, noise = (
         np.asarray(a, np.float64)[mask] for a in (advantages, snapshot["true_advantages"], snapshot["standard_error"])
     )
-    compared = diagnostics.against_truth(advantages, snapshot["true_advantages"], snapshot["standard_error"], mask)
-    scale = float(np.mean(estimated * true) / compared["spread"]) if compared["spread"] > 0 else np.nan
+    against = diagnostics.against_truth(advantages, snapshot["true_advantages"], snapshot["standard_error"], mask)
+    scale = float(np.mean(estimated * true) / against["spread"]) if against["spread"] > 0 else np.nan
     clear = np.abs(true) > CLEAR * noise
     agrees = np.where(estimated == 0, 0.5, np.sign(estimated) == np.sign(true))
     batch = np.broadcast_to(snapshot["batch"][:, None], mask.shape)[mask]
     _, situation = np.unique(snapshot["situations"][mask], return_inverse=True)
     error = (estimated / scale if scale > 0 else np.nan) - true
-    spread, met = shared_square(true, situation, batch)
+    spread, recurs = shared_square(true, situation, batch)
     bias2, _ = shared_square(error, situation, batch)
-    mse = np.mean((error**2 - noise**2)[met]) if met.any() else np.nan
+    mse = np.mean((error**2 - noise**2)[recurs]) if recurs.any() else np.nan
     return {
-        "cosine": compared["cosine"],
+        "cosine": against["cosine"],
         "bias2": float(bias2 / spread),
         "variance": float((mse - bias2) / spread),
         "sign": float(agrees[clear].mean()) if clear.any() else np.nan,
         "scale": scale,
-        "met": float(met.mean()),
+        "recurs": float(recurs.mean()),
     }
 
 
@@ -58,7 +58,7 @@ def shared_square(values: np.ndarray, situation: np.ndarray, batch: np.ndarray) 
     np.add.at(sums, (batch, situation), values)
     np.add.at(counts, (batch, situation), 1)
     pairs, products = (a.sum(0) ** 2 - (a**2).sum(0) for a in (counts, sums))
-    met = pairs > 0
-    if not met.any():
-        return np.nan, met[situation]
-    return float(np.average(products[met] / pairs[met], weights=counts.sum(0)[met])), met[situation]
+    recurs = pairs > 0
+    if not recurs.any():
+        return np.nan, recurs[situation]
+    return float(np.average(products[recurs] / pairs[recurs], weights=counts.sum(0)[recurs])), recurs[situation]

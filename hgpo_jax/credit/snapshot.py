@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +92,14 @@ def load(file: Path) -> Snapshot:
         with np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in stored.files}
         about = json.loads(str(arrays.pop("about")))
-        written = about["format"]
-        if written == FORMAT:
+        number = about["format"]
+        if number == FORMAT:
             snapshot = Snapshot(arrays, About.model_validate(about))
             _check(snapshot)
             return snapshot
-    except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zip, zlib and NumPy raise many errors for a damaged file
         raise ConfigError(one_line(f"{file}: is no snapshot, or a damaged one: {error}")) from None
-    raise ConfigError(f"{file}: is a snapshot of format {written!r:.20}, and this version reads {FORMAT}; make it again")
+    raise ConfigError(f"{file}: is a snapshot of format {number!r:.20}, and this version reads {FORMAT}; make it again")
 
 
 def load_all(folder: Path) -> dict[str, Snapshot]:

@@ -80,7 +80,7 @@ def markdown(standing: Standing) -> str:
         levels = sorted({one.level for one in about})
         by_level = {level: [n for n in names if standing.snapshots[n].about.level == level] for level in levels}
         successes = [f"{np.mean([one.success for one in about if one.level == level]):.0%}" for level in levels]
-        met = standing.mean(standing.reference, "met", names)
+        recurs = standing.mean(standing.reference, "recurs", names)
         heading = ["estimator", "cosine", f"minus {standing.reference}", "bias²", "variance", "sign"]
         lines = []
         for contender in sorted(standing.scores, key=lambda c: -standing.mean(c, "cosine", names)):
@@ -90,7 +90,7 @@ def markdown(standing: Standing) -> str:
         count = f"{len(names)} snapshot{'s' * (len(names) > 1)}"
         seeds = ", ".join(map(str, sorted({one.seed for one in about})))
         text += ["", f"### {setting}", ""]
-        text += [f"{count}, seeds {seeds}; {met:.0%} of the steps count for bias and variance.", ""]
+        text += [f"{count}, seeds {seeds}; {recurs:.0%} of the steps count for bias and variance.", ""]
         text += table([*heading, *(f"cosine at {success}" for success in successes)], lines)
     if standing.left_out:
         text += ["", "Left out:", "", *(f"* {name}: {reason}" for name, reason in standing.left_out.items())]

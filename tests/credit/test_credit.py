@@ -54,9 +54,11 @@ def test_half_a_file_and_an_empty_folder_are_refused(tmp_path):
     with refused("holds no snapshots", ConfigError):
         credit.main(["score", str(tmp_path)])
     snapshot()[0].save(tmp_path / "one.npz")
-    (tmp_path / "one.npz").write_bytes((tmp_path / "one.npz").read_bytes()[:999])
-    with refused("one.npz: is no snapshot, or a damaged one", ConfigError):
-        credit.main(["score", str(tmp_path)])
+    whole = (tmp_path / "one.npz").read_bytes()
+    for damaged in (whole[:999], whole[:200] + bytes(100) + whole[300:], b""):
+        (tmp_path / "one.npz").write_bytes(damaged)
+        with refused("one.npz: is no snapshot, or a damaged one", ConfigError):
+            credit.main(["score", str(tmp_path)])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def test_every_estimator_is_scored_once_or_lacks_something():
     assert "signals" in lacks["gdpo"] and lacks["hgpo"] == lacks["graphgpo"] == ""
 
 
-class Known(Contender):
+class NearTruth(Contender):
     """The true advantages, with some noise."""
 
     def advantages(self, one):
@@ -115,7 +117,7 @@ class Known(Contender):
 
 def test_the_table_compares_in_pairs(tmp_path):
     snapshots = {f"s{seed}": snapshot(seed, level=level)[0] for seed, level in enumerate((0.2, 0.2, 0.8))}
-    near, far, away, broken = (Known("hgpo", (noise,)) for noise in ("0.1", "1", "-0.11", "nan"))
+    near, far, away, broken = (NearTruth("hgpo", (noise,)) for noise in ("0.1", "1", "-0.11", "nan"))
     standing = table.compute(snapshots, [near, away, far, broken], near)
     assert standing.left_out == {"hgpo nan": "returns NaN"}
     of_far = [standing.scores["hgpo 1"][name]["cosine"] - standing.scores["hgpo 0.1"][name]["cosine"] for name in snapshots]
@@ -134,7 +136,7 @@ def test_the_table_compares_in_pairs(tmp_path):
 
 
 def test_one_snapshot_has_no_interval_and_json_no_nan(tmp_path):
-    standing = table.compute({"one": snapshot()[0]}, [Known("hgpo", ("1",))], Known("hgpo", ("0",)))
+    standing = table.compute({"one": snapshot()[0]}, [NearTruth("hgpo", ("1",))], NearTruth("hgpo", ("0",)))
     standing.scores["hgpo 1"]["one"] |= {"bias2": np.nan, "cosine": 0.5}
     standing.scores["hgpo 0"]["one"]["cosine"] = 0.75
     assert "| hgpo 1 | 0.50 | -0.250 | - |" in table.write(standing, tmp_path)

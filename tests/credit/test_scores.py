@@ -21,7 +21,7 @@ def test_noise_is_variance_whatever_the_scale(large):
     one, true = large
     numbers = score(3 * (true + 2 * np.random.default_rng(1).normal(size=true.shape)), one)
     spread = np.mean(true[one["mask"]] ** 2)
-    assert numbers["scale"] == pytest.approx(3, abs=0.2) and numbers["met"] == 1
+    assert numbers["scale"] == pytest.approx(3, abs=0.2) and numbers["recurs"] == 1
     assert numbers["bias2"] == pytest.approx(0, abs=0.05)
     assert numbers["variance"] == pytest.approx(4 / spread, rel=0.1)
     assert 1 / numbers["cosine"] ** 2 - 1 == pytest.approx(numbers["bias2"] + numbers["variance"], rel=0.02)
@@ -29,10 +29,10 @@ def test_noise_is_variance_whatever_the_scale(large):
 
 def test_what_a_situation_always_adds_is_bias(large):
     one, true = large
-    added = 0.5 * np.random.default_rng(2).normal(size=SITUATIONS)[one["situations"]]
-    numbers = score(true + added, one)
+    extra = 0.5 * np.random.default_rng(2).normal(size=SITUATIONS)[one["situations"]]
+    numbers = score(true + extra, one)
     mask, spread = one["mask"], np.mean(true[one["mask"]] ** 2)
-    rest = (true + added) / numbers["scale"] - true
+    rest = (true + extra) / numbers["scale"] - true
     assert numbers["bias2"] == pytest.approx(np.mean(rest[mask] ** 2) / spread, rel=0.01)
     assert numbers["variance"] == pytest.approx(0, abs=1e-2)
 
@@ -40,8 +40,8 @@ def test_what_a_situation_always_adds_is_bias(large):
 def test_what_a_batch_shares_is_no_bias(large):
     """The episodes of a batch are compared with each other; their errors are not independent."""
     one, true = large
-    added = np.random.default_rng(3).normal(size=(16, SITUATIONS))[one["batch"][:, None], one["situations"]]
-    numbers = score(true + added, one)
+    extra = np.random.default_rng(3).normal(size=(16, SITUATIONS))[one["batch"][:, None], one["situations"]]
+    numbers = score(true + extra, one)
     assert abs(numbers["bias2"]) < 0.15 * numbers["variance"]
 
 
@@ -64,8 +64,8 @@ def test_signs_count_where_the_truth_is_clear():
 
 def test_products_are_of_different_batches_only():
     values, situation, batch = np.array([1.0, 2, 3, 5]), np.array([0, 0, 0, 1]), np.array([0, 0, 1, 1])
-    mean, met = shared_square(values, situation, batch)
-    assert mean == (1 * 3 + 2 * 3) / 2 and met.tolist() == [True, True, True, False]
+    mean, recurs = shared_square(values, situation, batch)
+    assert mean == (1 * 3 + 2 * 3) / 2 and recurs.tolist() == [True, True, True, False]
     assert np.isnan(shared_square(values, np.arange(4), batch)[0])
 
 
