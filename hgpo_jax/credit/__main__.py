@@ -58,7 +58,7 @@ def parser(command: str) -> Parser:
     p.add_argument("--groups", type=whole_number, default=16, metavar="N", help="tasks of a batch; default 16")
     two = functools.partial(whole_number, low=2)
     p.add_argument("--batches", type=two, default=4, metavar="N", help="batches of a snapshot; default 4")
-    p.add_argument("--continuations", type=two, default=64, metavar="N", help="from each state; default 64")
+    p.add_argument("--continuations", type=two, default=16, metavar="N", help="from each state; default 16")
     return p
 
 
