@@ -26,6 +26,7 @@ COMMANDS = {
     "serve": ("hgpo_jax.serve", "a policy behind OpenAI's and Anthropic's APIs"),
     "bench": ("hgpo_jax.bench", "speed and memory, as shares of what the machine can do"),
     "check": ("hgpo_jax.check", "say what is wrong with an environment, and what its episodes are like"),
+    "credit": ("hgpo_jax.credit", "score estimators against true advantages of snapshots"),
     "play": ("hgpo_jax.envs.play", "play an environment yourself"),
 }
 

@@ -17,9 +17,10 @@ from pydantic import Field
 
 from hgpo_jax.advantages.gae import generalized_advantages
 from hgpo_jax.analysis.dumps import Dump
+from hgpo_jax.analysis.earlier_policies import restore
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.tables.advantage_errors import AS_RELEASED, CONTINUATIONS, ESTIMATORS, centred_advantages, errors
-from hgpo_jax.tables.run_measurements import InRun, Numbers, require, restore
+from hgpo_jax.tables.run_measurements import InRun, Numbers, require
 
 K, LAMBDA = 2, 0.35  # for HGPO, and for bootstrapping, as in EB-TD
 OPTIONS = AS_RELEASED | {"history_length": K, "normalize": "mean", "invalid_penalty": 0.0}

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 from hgpo_jax.advantages.returns import discounted_sum
 from hgpo_jax.analysis.dumps import Dump
+from hgpo_jax.analysis.earlier_policies import restore
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.methods import method_named
 from hgpo_jax.learner.update import make_policy_loss, make_update
@@ -41,7 +42,7 @@ from hgpo_jax.tables import run_measurements
 from hgpo_jax.tables.advantage_errors import ESTIMATORS, centred_advantages
 from hgpo_jax.tables.advantage_errors_in_runs import BOOTSTRAPPED, bootstrapped_advantages
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.run_measurements import InRun, Numbers, require, restore
+from hgpo_jax.tables.run_measurements import InRun, Numbers, require
 from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import ConfigError
 

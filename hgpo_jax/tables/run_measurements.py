@@ -17,15 +17,11 @@ import pydantic
 from hgpo_jax.analysis.dumps import read_config
 from hgpo_jax.config import Section
 from hgpo_jax.rollout.environments import backend
-from hgpo_jax.setup.job import Job, build
-from hgpo_jax.tables.markdown_table import table
 from hgpo_jax.tables.plan import Plan, cells
-from hgpo_jax.trainer.checkpoint import Checkpoints
-from hgpo_jax.trainer.loop import starting_params
 from hgpo_jax.trainer.resume import has_ended
-from hgpo_jax.trainer.step import TrainState, make_train_step
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
+from hgpo_jax.utils.markdown_table import table
 from hgpo_jax.utils.progress import say
 
 
@@ -147,20 +143,6 @@ def by_setting(measurements: list) -> dict[tuple[str, int], list]:
 
 def moment(iteration: int) -> str:
     return f"after {iteration} iteration{'s' * (iteration > 1)}" if iteration else "at the start"
-
-
-def restore(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
-    """Restores a run's (job, reference policy, training state) after this many iterations: from a checkpoint, or its start."""
-    config = read_config(folder)
-    job = build(config)
-    start = starting_params(job, folder)
-    _, init = make_train_step(job)
-    state = init(start)
-    if iteration:
-        checkpoints = Checkpoints(folder / "checkpoints", config.log)
-        state = state.from_checkpoint(checkpoints.restore(iteration, state.to_checkpoint()))
-        checkpoints.close()
-    return job, job.reference_copy(start), state
 
 
 def _refuse(folder: Path, iteration: int) -> None:

@@ -70,8 +70,8 @@ def refused(monkeypatch, capsys, command: str, *arguments: str) -> str:
     """What a command says that ends with exit code 2."""
     name, *more = command.split()
     module = importlib.import_module(
-        {"bench": "hgpo_jax.bench.__main__", "play": "hgpo_jax.envs.play", "oracle": "hgpo_jax.envs.webshop.oracle",
-         "catalogue": "hgpo_jax.envs.webshop.catalogue"}.get(name, f"hgpo_jax.{name}")
+        {"bench": "hgpo_jax.bench.__main__", "credit": "hgpo_jax.credit.__main__", "play": "hgpo_jax.envs.play",
+         "oracle": "hgpo_jax.envs.webshop.oracle", "catalogue": "hgpo_jax.envs.webshop.catalogue"}.get(name, f"hgpo_jax.{name}")
     )  # fmt: skip
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO()))
     monkeypatch.setattr("sys.argv", [name, *more, *arguments])
@@ -184,6 +184,14 @@ CASES = [
     ("chat", ["hf", "--temperature", "-1"], "--temperature -1.0: must be from 0 to 10"),
     ("chat", ["hf", "--top-p", "0"], "--top-p 0.0"),
     ("chat", ["hf", "--max-tokens", "0"], "--max-tokens 0"),
+    ("credit", ["bogus"], "bogus"),
+    ("credit", ["score", "empty"], "empty: holds no snapshots"),
+    ("credit", ["score", "empty", "--method", "hgpo gamma=1"], "gamma=1: is the snapshots' own"),
+    ("credit", ["snapshot", "out", "--levels", "20,200"], "20,200: give percents"),
+    ("credit", ["snapshot", "out", "--batches", "1"], "--batches: 1: must be a whole number from 2"),
+    ("credit", ["snapshot", "out", "--run", "empty"], "holds no config.yaml"),
+    ("credit", ["snapshot", "out", "--run", "run", "iterations=3"], "--run: has its own configuration"),
+    ("credit", ["snapshot", "out", "--run", "run"], "run: "),
     ("bench", ["bogus"], "bogus"),
     ("bench advantages", ["--repeats", "0"], "--repeats"),
     ("bench advantages", ["--json", "no/such.json"], "--json no/such.json"),

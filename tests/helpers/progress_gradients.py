@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.analysis.dumps import Dump
+from hgpo_jax.analysis.earlier_policies import restore
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.tables.advantage_errors import centred_advantages
 from hgpo_jax.tables.gradients import FIRST, RLOO_BY_TURN, cosines, make_gradient, rloo_by_turn
-from hgpo_jax.tables.run_measurements import restore
 
 SHOWN = ("HGPO K = 2", "EB-GAE", "EB-TD")
 

@@ -1,0 +1,134 @@
+"""Makes snapshots of a run's policy at the checkpoints whose success is nearest to some levels."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from hgpo_jax.analysis.dumps import read_config
+from hgpo_jax.analysis.earlier_policies import restore
+from hgpo_jax.analysis.true_advantages import true_advantages
+from hgpo_jax.config import Config
+from hgpo_jax.credit.snapshot import FORMAT, KINDS, OPTIONAL_KINDS, About, Snapshot, load
+from hgpo_jax.learner.methods import AVAILABLE_ARRAYS
+from hgpo_jax.rollout.environments import backend
+from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.setup.job import Job, build
+from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.progress import say
+
+FARTHEST = 0.1  # success that a checkpoint may be away from its level
+FIRST = 2_000_000  # number of the first batch, which chooses tasks and random keys; far from those of iterations
+# Fields that say where a run's files are; a snapshot keeps nothing of the machine that made it.
+PLACES = {"run_dir": True, "cache_dir": True, "name": True, "env": {"data"}, "policy": {"source", "tokenizer"}}
+
+
+def success_by_iteration(folder: Path) -> dict[int, float]:
+    """Returns the success of the policies that can be restored, in the iteration that they sampled, by iterations done.
+
+    Raises ConfigError if the run has not learned yet.
+    """
+    success = [row["success"] for row in read_metrics(folder)]
+    if not success:
+        raise ConfigError(f"{folder}: the run has not finished an iteration")
+    kept = {int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()} | {0}
+    return {iteration: success[iteration] for iteration in sorted(kept) if iteration < len(success)}
+
+
+def nearest(folder: Path, level: float) -> int:
+    """Returns the iterations after which a run's success was nearest to a level. Raises ConfigError if it was never near."""
+    success = success_by_iteration(folder)
+    iteration = min(success, key=lambda i: abs(success[i] - level))
+    if abs(success[iteration] - level) > FARTHEST:
+        raise ConfigError(
+            f"{folder}: no checkpoint has a success near {level:.0%}, the nearest {success[iteration]:.0%}; "
+            "log.checkpoint_every and keep_checkpoints keep more, cloning.stop_at begins lower, iterations goes on longer"
+        )
+    return iteration
+
+
+def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batches: int, continuations: int) -> None:
+    """Writes a snapshot of a run, unless there is one already. Raises ConfigError."""
+    if file.exists():
+        load(file)
+        say(f"{file}: is there")
+        return
+    config = read_config(run)
+    if backend(config) != "compiled":
+        raise ConfigError(f"{run}: env.name={config.env.name}: a snapshot needs an environment compiled with the policy")
+    iteration = nearest(run, level)
+    job, reference, state = restore(run, iteration)
+    if len(job.policies) > 1 or config.rollout.group_size < 2:
+        raise ConfigError(f"{run}: a snapshot needs one policy for all roles, and rollout.group_size of 2 or more")
+    rollout = config.rollout.model_copy(update={"prompt_groups": groups})
+    wide = build(config.model_copy(update={"rollout": rollout}), job.mesh)
+    arrays = sample(wide, job.rollout_params(state.params, reference), FIRST + iteration * batches, batches, continuations)
+    about = About(
+        format=FORMAT,
+        setting=setting,
+        level=level,
+        success=float(arrays["success"].mean()),
+        seed=config.seed,
+        iteration=iteration,
+        method=config.method,
+        environment=config.env.name,
+        gamma=config.advantage.gamma,
+        history_length=config.rollout.history_length,
+        continuations=continuations,
+        parameters=sum(a.size for a in jax.tree.leaves(reference)),
+        versions={name: version(name) for name in ("hgpo_jax", "jax", "numpy")},
+        fields=learned_with(config),
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Snapshot(arrays, about).save(file)
+    say(f"{file}: {about.success:.0%} success after {iteration} iterations, {arrays['mask'].sum()} steps")
+
+
+def learned_with(config: Config) -> dict:
+    """Returns the fields of a run that are not at their defaults and do not name places."""
+    return config.model_dump(mode="json", exclude_defaults=True, exclude=PLACES)  # type: ignore[arg-type]
+
+
+def sample(job: Job, params, first: int, batches: int, continuations: int) -> dict[str, np.ndarray]:
+    """Plays the same tasks in every batch, and returns the arrays of a snapshot."""
+    tasks, parts = job.episode_inputs(first)[0], []
+    ids: dict[bytes, int] = {}
+    for batch in range(batches):
+        _, *inputs = job.episode_inputs(first + batch)
+        e: Episodes = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
+        truth = true_advantages(job, params, tasks, e, continuations=continuations, seed=first + batch)
+        arrays = {name: getattr(e, AVAILABLE_ARRAYS.get(name, name), None) for name in KINDS | OPTIONAL_KINDS}
+        arrays |= {"true_advantages": truth.advantages, "standard_error": truth.standard_error, "true_values": truth.values}
+        arrays["situations"] = situations(job, tasks, e, ids)
+        arrays["batch"] = np.full(len(e.mask), batch, np.int32)
+        arrays["groups"] = e.groups + batch * job.config.rollout.prompt_groups
+        parts.append({name: compact(a) for name, a in arrays.items() if a is not None})
+        say(f"batch {batch + 1} of {batches}: {e.mask.sum()} steps, {e.success.mean():.0%} success")
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def compact(array) -> np.ndarray:
+    """Returns an array of NumPy, without float64."""
+    return np.asarray(array, np.float32) if array.dtype == np.float64 else np.asarray(array)
+
+
+def situations(job: Job, tasks, e: Episodes, ids: dict[bytes, int]) -> np.ndarray:
+    """Numbers the steps i32[B, T] by the full state before them and the response; `ids` has those of earlier batches."""
+    B, T = e.mask.shape
+    states = job.runner.replay(tasks, e)  # type: ignore[union-attr]  # `make` refuses runners of text
+    rows = [to_bytes(leaf, B * (T + 1)).reshape(B, T + 1, -1)[:, :T] for leaf in jax.tree.leaves(states)]
+    rows.append(to_bytes(e.responses, B * T).reshape(B, T, -1))
+    rows.append(np.broadcast_to(to_bytes(e.groups, B)[:, None], (B, T, 4)))
+    numbers = [ids.setdefault(row.tobytes(), len(ids)) for row in np.concatenate(rows, -1).reshape(B * T, -1)]
+    return np.where(e.mask, np.array(numbers, np.int32).reshape(B, T), 0)
+
+
+def to_bytes(leaf, rows: int) -> np.ndarray:
+    """Returns the bytes u8[rows, ...] of an array, which may hold random keys."""
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.ascontiguousarray(leaf).reshape(rows, -1).view(np.uint8)

@@ -1,0 +1,195 @@
+"""`python -m hgpo_jax.credit`: files that are refused, methods that are scored, tables, and levels of runs."""
+
+import json
+
+import numpy as np
+import pytest
+from synthetic import snapshot
+
+from hgpo_jax.advantages import ESTIMATORS
+from hgpo_jax.credit import __main__ as credit
+from hgpo_jax.credit import contenders, make, table
+from hgpo_jax.credit.contenders import Contender
+from hgpo_jax.credit.snapshot import load, load_all
+from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.refusals import refused
+
+
+def test_a_snapshot_is_read_as_it_was_written(tmp_path):
+    one, _ = snapshot(seed=7)
+    one.save(tmp_path / "one.npz")
+    other = load(tmp_path / "one.npz")
+    assert other.about == one.about and other.arrays.keys() == one.arrays.keys()
+    for name, array in one.arrays.items():
+        np.testing.assert_array_equal(other[name], array)
+
+
+DAMAGE = {
+    "it is pickled": (lambda a: a | {"rewards": np.array([None])}, "Object arrays cannot be loaded"),
+    "an array is missing": (lambda a: a | {"task": None}, "task is missing"),
+    "an array is unknown": (lambda a: a | {"tusk": a["task"]}, "tusk is unknown"),
+    "a shape": (lambda a: a | {"states": a["states"][:, :-1]}, "states is int32[128, 4] beside a mask of [128, 5]"),
+    "a kind": (lambda a: a | {"groups": a["groups"] * 0.5}, "groups is float64[128]"),
+    "not finite": (lambda a: a | {"true_values": a["true_values"] * np.nan}, "true_values holds a number that is not finite"),
+    "below 0": (lambda a: a | {"batch": a["batch"] - 1}, "batch holds -1"),
+    "a hole": (lambda a: a | {"mask": a["mask"][:, ::-1]}, "mask is not a prefix"),
+    "another format": (lambda a: a | {"about": np.array('{"format": 2}')}, "of format 2, and this version reads 1"),
+    "about": (lambda a: a | {"about": np.array('{"format": 1}')}, "Field required"),
+    "no JSON": (lambda a: a | {"about": np.array("x")}, "is no snapshot"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_snapshots_are_refused(name, tmp_path):
+    change, said = DAMAGE[name]
+    snapshot()[0].save(tmp_path / "one.npz")
+    with np.load(tmp_path / "one.npz") as stored:
+        changed = change(dict(stored))
+    np.savez(tmp_path / "one.npz", **{name: array for name, array in changed.items() if array is not None})
+    with refused(said, ConfigError):
+        load_all(tmp_path)
+
+
+def test_half_a_file_and_an_empty_folder_are_refused(tmp_path):
+    with refused("holds no snapshots", ConfigError):
+        credit.main(["score", str(tmp_path)])
+    snapshot()[0].save(tmp_path / "one.npz")
+    whole = (tmp_path / "one.npz").read_bytes()
+    for damaged in (whole[:999], whole[:200] + bytes(100) + whole[300:], b""):
+        (tmp_path / "one.npz").write_bytes(damaged)
+        with refused("one.npz: is no snapshot, or a damaged one", ConfigError):
+            credit.main(["score", str(tmp_path)])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hgpo gamma=0.5", "gamma=0.5: is the snapshots' own"),
+        ("hgpoo", "hgpoo"),
+        ("hgpo history=0", "advantage.history=0: no such field"),
+        ("hgpo history_length=-1", "advantage.history_length=-1"),
+        ("./nowhere.py:mine", "nowhere.py"),
+    ],
+)
+def test_methods_that_cannot_be(text, said):
+    with refused(said, ConfigError):
+        contenders.read(text)
+
+
+OWN = """
+import jax.numpy as jnp
+from hgpo_jax.advantages import Estimate
+
+def centred(batch, *, gamma=0.5, invalid_penalty=0.1):
+    return Estimate(gamma * (batch.rewards - batch.rewards.mean()) - invalid_penalty, batch.rewards)
+"""
+
+
+def test_an_estimator_sees_one_batch_with_the_discount_of_the_snapshot(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    name = f"{tmp_path}/own.py:centred"
+    monkeypatch.setitem(ESTIMATORS, name, None)  # so that it is forgotten afterwards
+    one, _ = snapshot(batches=3)
+    advantages = contenders.read(name).advantages(one)
+    for batch in range(3):
+        rewards = one["rewards"][one["batch"] == batch]
+        np.testing.assert_allclose(advantages[one["batch"] == batch], 0.9 * (rewards - rewards.mean()), atol=1e-5)
+
+
+def test_every_estimator_is_scored_once_or_lacks_something():
+    one, _ = snapshot()
+    names = [contender.name for contender in contenders.all_methods()]
+    assert {"grpo", "hgpo", "ppo"} <= set(names) and not {"dapo", "gspo"} & set(names)
+    lacks = {name: Contender(name).missing([one]) for name in names}
+    assert lacks["ppo"] == "needs final_values, values, which a snapshot does not hold"
+    assert "signals" in lacks["gdpo"] and lacks["hgpo"] == lacks["graphgpo"] == ""
+
+
+class NearTruth(Contender):
+    """The true advantages, with some noise."""
+
+    def advantages(self, one):
+        noise = float(self.options[0])
+        if np.isnan(noise):
+            raise ConfigError(f"{self.name}: returns NaN")
+        return one["true_advantages"] + noise * np.random.default_rng(5).normal(size=one["mask"].shape)
+
+
+def test_the_table_compares_in_pairs(tmp_path):
+    snapshots = {f"s{seed}": snapshot(seed, level=level)[0] for seed, level in enumerate((0.2, 0.2, 0.8))}
+    near, far, away, broken = (NearTruth("hgpo", (noise,)) for noise in ("0.1", "1", "-0.11", "nan"))
+    standing = table.compute(snapshots, [near, away, far, broken], near)
+    assert standing.left_out == {"hgpo nan": "returns NaN"}
+    of_far = [standing.scores["hgpo 1"][name]["cosine"] - standing.scores["hgpo 0.1"][name]["cosine"] for name in snapshots]
+    assert standing.difference("hgpo 1", "cosine", list(snapshots))["mean"] == pytest.approx(np.mean(of_far))
+    text = table.write(standing, tmp_path)
+    assert (tmp_path / "scores.md").read_text() == text
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert rows[0][-2:] == ["cosine at 50%", "cosine at 50%"]
+    assert [row[0] for row in rows[2:]] == ["hgpo 0.1", "hgpo -0.11", "hgpo 1"]
+    assert rows[2][2] == "" and rows[4][2].startswith(f"**{np.mean(of_far):+.3f}** (")
+    assert "* hgpo nan: returns NaN" in text and "3 snapshots, seeds 0, 1, 2; 100% of the steps" in text
+    stored = json.loads((tmp_path / "scores.json").read_text())
+    assert stored["scores"]["hgpo 1"]["s0"] == standing.scores["hgpo 1"]["s0"] and stored["snapshots"]["s2"]["level"] == 0.8
+    with refused("--against hgpo nan: returns NaN", ConfigError):
+        table.compute(snapshots, [near], broken)
+
+
+def test_one_snapshot_has_no_interval_and_json_no_nan(tmp_path):
+    standing = table.compute({"one": snapshot()[0]}, [NearTruth("hgpo", ("1",))], NearTruth("hgpo", ("0",)))
+    standing.scores["hgpo 1"]["one"] |= {"bias2": np.nan, "cosine": 0.5}
+    standing.scores["hgpo 0"]["one"]["cosine"] = 0.75
+    assert "| hgpo 1 | 0.50 | -0.250 | - |" in table.write(standing, tmp_path)
+    assert json.loads((tmp_path / "scores.json").read_text())["scores"]["hgpo 1"]["one"]["bias2"] is None
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Iterations of 10, 20, 30, ... %, with checkpoints after 3 and 6 of them."""
+    rows = [{"iteration": i, "success": 0.1 + 0.1 * i} for i in range(7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for iteration in (3, 6, 7):
+        (tmp_path / "checkpoints" / str(iteration)).mkdir(parents=True)
+    return tmp_path
+
+
+def test_the_checkpoint_nearest_to_a_level_is_taken(run):
+    assert make.success_by_iteration(run) == {0: pytest.approx(0.1), 3: pytest.approx(0.4), 6: pytest.approx(0.7)}
+    assert [make.nearest(run, level) for level in (0.15, 0.35, 0.65)] == [0, 3, 6]
+    with refused("no checkpoint has a success near 85%, the nearest 70%", ConfigError):
+        make.nearest(run, 0.85)
+    (run / "metrics.jsonl").write_text("")
+    with refused("has not finished an iteration", ConfigError):
+        make.nearest(run, 0.2)
+
+
+SMALL = (
+    "warm_start=none", "iterations=1", "env.max_turns=4", "rollout.prompt_groups=2", "rollout.group_size=4",
+    "policy.hidden_size=16", "policy.intermediate_size=16", "policy.num_hidden_layers=1", "evaluation.episodes=8",
+    "learner.minibatch_size=32", "log.tensorboard=false",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_from_training_to_scores(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sizes = ("--levels", "0", "--groups", "2", "--batches", "2", "--continuations", "4")
+    ask = ["snapshot", "made", "--setting", "a place/at home", *sizes, *SMALL, f"cache_dir={tmp_path}/cache"]
+    credit.main(ask)
+    file = tmp_path / "made" / "a-place-at-home-s0-0.npz"
+    one, written = load(file), file.stat().st_mtime_ns
+    assert one["mask"].shape == (16, 4) and len(one.batches()) == 2 and sorted(set(one["groups"])) == [0, 1, 2, 3]
+    assert one.about.setting == "a place/at home"
+    assert "cache_dir" not in one.about.fields and one.about.fields["iterations"] == 1
+    mask = one["mask"]
+    for situation in np.unique(one["situations"][mask]):
+        where = mask & (one["situations"] == situation)
+        rows, turns = np.nonzero(where)
+        assert len(set(one["groups"][rows] % 2)) == len(set(turns)) == 1
+        for batch in set(one["batch"][rows]):
+            assert len(set(one["states"][where & (one["batch"] == batch)[:, None]])) == 1
+    credit.main(ask)
+    assert "a-place-at-home-s0-0.npz: is there" in capsys.readouterr().out and file.stat().st_mtime_ns == written
+    credit.main(["score", "made", "--method", "grpo", "--method", "hgpo history_length=0"])
+    said = capsys.readouterr().out
+    assert "| hgpo history_length=0 |" in said and "| grpo |" in said and (tmp_path / "made" / "DATA_CARD.md").is_file()
