@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hgpo_jax.advantages import checks
+from hgpo_jax.advantages import checks, grouping
 from hgpo_jax.advantages.dr_mas import dr_mas
 from hgpo_jax.advantages.eb_gae import eb_gae
 from hgpo_jax.advantages.eb_td import eb_td
@@ -84,12 +84,15 @@ def estimate(
     states: Array,
     groups: Array,
     invalid: Array | None = None,
+    by_role: Array | None = None,
     **options: Any,
 ) -> Estimate:
     """Advantages of all steps of B trajectories of at most T steps.
 
     name: a key of `ESTIMATORS`.
     rewards, mask, states, groups, invalid: the fields of `Batch`; what padding holds is ignored.
+    by_role: i32[B, T], 0 or more, the role that acted in each step, for teams. A step is then compared only with those of its
+        role, as in Dr. MAS. What is whitened is whitened over all roles, and `himac` has its own comparisons.
     options: the estimator's own keyword arguments, see its docstring.
 
     Jittable: inside `jax.jit` only shapes, dtypes and options are checked. Called on concrete arrays it also checks
@@ -107,6 +110,8 @@ def estimate(
     for option in options:
         if option not in (*arrays_known, *options_known):
             raise ValueError(checks.nearest(f"option of {name}", option, (*arrays_known, *options_known)))
+    if by_role is not None:
+        arrays["by_role"] = by_role
     for array in arrays_known:
         if array not in options:
             raise ValueError(f"{name} needs {array}: give {array}=<{checks.describe(array)}>")
@@ -140,13 +145,17 @@ def _estimate(
 ) -> Estimate:
     arrays = {field: jnp.asarray(value, checks.ARRAYS[field][0]) for field, value in arrays.items()}
     mask = arrays["mask"]
+    roles = arrays.pop("by_role", None)
     batch = Batch(
         rewards=jnp.where(mask, arrays.pop("rewards"), 0.0),
         mask=arrays.pop("mask"),
         states=arrays.pop("states"),
+        peers=jnp.broadcast_to(arrays["groups"][:, None], mask.shape),
         groups=arrays.pop("groups"),
         invalid=arrays.pop("invalid") & mask,
     )
+    if roles is not None:
+        batch = grouping.by_role(batch, roles)
     return estimator(batch, **arrays, **dict(options))
 
 

@@ -21,6 +21,7 @@ ARRAYS = {
     "states": (jnp.int32, 2),
     "groups": (jnp.int32, 1),
     "invalid": (jnp.bool_, 2),
+    "by_role": (jnp.int32, 2),
     "values": (jnp.float32, 2),
     "final_values": (jnp.float32, 1),
     "next_states": (jnp.int32, 2),

@@ -17,6 +17,7 @@ class Batch(NamedTuple):
     states:  i32[B, T], 0 or more; equal ids exactly where the raw observations are equal.
     groups:  i32[B], 0 or more; the prompt group (same task, same initial state) of each trajectory.
     invalid: bool[B, T], steps whose response contained no valid action.
+    peers:   i32[B, T], equal where steps may be compared: their prompt group, or ids of (prompt group, role) with `by_role`.
     """
 
     rewards: jax.Array
@@ -24,6 +25,7 @@ class Batch(NamedTuple):
     states: jax.Array
     groups: jax.Array
     invalid: jax.Array
+    peers: jax.Array
 
 
 @partial(

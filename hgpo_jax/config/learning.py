@@ -21,6 +21,9 @@ class AdvantageConfig(Section):
         "centre a group's returns, or also divide by their std; default: the method's own, mean_std for dr_mas, ecpo, "
         "gagpo, graphgpo and pgpo, as in their papers, else mean",
     )
+    by_role: bool = field(
+        False, "teams: compare the turns of each role with that role's own only, as dr_mas does, in any method that compares"
+    )
     alpha: float = field(1.0, "exponent of a level's weight (k + 2)^alpha in hgpo", ge=0, le=10)
     history_length: int | None = field(
         None, "K of the groups in hgpo, eb_gae and eb_td; default: rollout.history_length, the K of the prompt", ge=0, le=64

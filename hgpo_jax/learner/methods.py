@@ -95,10 +95,11 @@ def method_named(name: str) -> Method:
     return Method(name, normalize=None)
 
 
-def episode_arrays(e: Episodes, estimator: str) -> dict[str, Any]:
-    """Returns the arrays of Episodes that an estimator needs besides the batch."""
+def episode_arrays(config: Config, e: Episodes, estimator: str) -> dict[str, Any]:
+    """Returns the arrays of Episodes that an estimator needs besides the batch, and with `advantage.by_role` the roles."""
     needed, _ = parameters(estimator)
     arrays = {array: getattr(e, AVAILABLE_ARRAYS[array]) for array in needed if array in AVAILABLE_ARRAYS}
+    arrays |= {"by_role": e.agents if config.advantage.by_role else None}
     return {array: value for array, value in arrays.items() if value is not None}
 
 

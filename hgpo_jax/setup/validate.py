@@ -23,6 +23,9 @@ from hgpo_jax.utils.errors import ConfigError
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
 COMPARE_EPISODES = ("dr_mas", "gdpo", "grpo", "reinforce_pp_baseline", "rloo")
 
+# Estimators that compare no turns of different roles: with learned values, over the whole batch, or as `himac` and `dr_mas` do.
+NO_ROLES_TO_TELL_APART = ("dr_mas", "gae", "himac", "hiper", "reinforce_pp")
+
 
 def check_together(config: Config) -> None:
     """Rejects fields that are valid one by one, but not together. Raises ConfigError."""
@@ -44,6 +47,8 @@ def check_together(config: Config) -> None:
     if entry.agent and not (config.policy.source or config.policy.tokenizer):
         raise ConfigError(f"policy.source=: env.name={env.name} needs a language model; give policy=, too")
     _check_method(config, method, entry, rollout_backend)
+    if config.advantage.by_role:
+        _check_by_role(config, method)
     if config.roles:
         _check_roles(config, role_names(config), method.critic)
     if config.reward.overlong_cache:
@@ -107,6 +112,13 @@ def _check_method(config: Config, method: Method, entry: Environment, rollout_ba
             f"{needing}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
             "have; give env.name=household_subgoals, or one of your own with answer_parts"
         )
+
+
+def _check_by_role(config: Config, method: Method) -> None:
+    if method.estimator in NO_ROLES_TO_TELL_APART:
+        raise ConfigError(f"advantage.by_role=true: method={config.method} compares no turns of different roles; leave it out")
+    if len(role_names(config)) == 1:
+        raise ConfigError(f"advantage.by_role=true: env.name={config.env.name} has one role; leave it out")
 
 
 def _check_loss(config: Config, method: Method) -> None:

@@ -313,7 +313,7 @@ def _estimate(job: Job, e: Episodes, values, final_values) -> advantages.Estimat
     """
     name = job.method.estimator
     batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
-    arrays = episode_arrays(e, name)
+    arrays = episode_arrays(job.config, e, name)
     if job.method.parts:
         by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
         arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))

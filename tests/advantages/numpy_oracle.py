@@ -14,13 +14,19 @@ EPSILON = 1e-6
 class Steps:
     """The batch as lists, one for each trajectory."""
 
-    def __init__(self, rewards, mask, states, groups, invalid):
+    def __init__(self, rewards, mask, states, groups, invalid, by_role=None):
         self.length = [int(sum(row)) for row in mask]
         self.rewards = [[float(x) for x in row[:n]] for row, n in zip(rewards, self.length, strict=True)]
         self.states = [[int(x) for x in row[:n]] for row, n in zip(states, self.length, strict=True)]
         self.groups = [int(x) for x in groups]
         self.invalid = [[bool(x) for x in row[:n]] for row, n in zip(invalid, self.length, strict=True)]
+        self.roles = by_role
         self.all = [(b, t) for b, n in enumerate(self.length) for t in range(n)]
+
+    def peers(self, step):
+        """Steps with the same are compared: their prompt group, or its steps of one role."""
+        b, t = step
+        return self.groups[b] if self.roles is None else (self.groups[b], int(self.roles[b, t]))
 
     def penalty(self, step, size):
         return size if self.invalid[step[0]][step[1]] else 0.0
@@ -81,7 +87,7 @@ def hgpo(
     items = {step: [] for step in data.all}
     for k in range(history_length + 1):
         groups = grouped(
-            data.all, lambda s, k=k: None if data.context(s, k) is None else (data.groups[s[0]], data.context(s, k))
+            data.all, lambda s, k=k: None if data.context(s, k) is None else (data.peers(s), data.context(s, k))
         )
         for members in groups.values():
             for step, advantage in deviations(returns, members, 0, normalize).items():
@@ -114,7 +120,7 @@ def episode_comparison(data, statistics, invalid_penalty, key):
 
 
 def grpo(data, statistics="per_step", normalize="mean_std", invalid_penalty=0.1, agents=None):
-    key = (lambda s: data.groups[s[0]]) if agents is None else (lambda s: (data.groups[s[0]], int(agents[s])))
+    key = data.peers if agents is None else (lambda s: (data.peers(s), int(agents[s])))
     result = {}
     for step, (score, count, deviation, std) in episode_comparison(data, statistics, invalid_penalty, key).items():
         value, scale = (score, 1.0) if count == 1 else (deviation, std)
@@ -127,12 +133,12 @@ def dr_mas(data, agents, statistics="per_step", normalize="mean_std", invalid_pe
 
 
 def rloo(data, statistics="per_step", invalid_penalty=0.1):
-    compared = episode_comparison(data, statistics, invalid_penalty, lambda s: data.groups[s[0]])
+    compared = episode_comparison(data, statistics, invalid_penalty, data.peers)
     return {s: score if count == 1 else count / (count - 1) * deviation for s, (score, count, deviation, _) in compared.items()}
 
 
 def state_group(data):
-    return lambda s: (data.groups[s[0]], data.states[s[0]][s[1]])
+    return lambda s: (data.peers(s), data.states[s[0]][s[1]])
 
 
 def step_part(data, values, normalize):
@@ -278,7 +284,7 @@ def gagpo(data, gamma=0.95, lam=0.95, normalize="mean_std", invalid_penalty=0.1)
     advantages = temporal(data, state_means(data, gamma), gamma, lam)
     advantages = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
     result = {}
-    for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
+    for members in grouped(data.all, data.peers).values():
         result |= deviations(advantages, members, 1, normalize)
     return result
 
@@ -329,8 +335,8 @@ def graphgpo(data, next_states, success, step_weight=1.0, statistics="per_step",
 
 def eb_shrink(data, values, history_length):
     """(b_K by step, tau2 list, s2 list) from the sums as they are written."""
-    keys = [lambda s: (data.groups[s[0]],)]
-    keys += [lambda s, k=k: (data.groups[s[0]], data.padded_context(s, k)) for k in range(history_length + 1)]
+    keys = [lambda s: (data.peers(s),)]
+    keys += [lambda s, k=k: (data.peers(s), data.padded_context(s, k)) for k in range(history_length + 1)]
     mean, size, ssw, s2, number = [], [], [], [], []
     for key in keys:
         found = grouped(data.all, key)
@@ -366,7 +372,7 @@ def eb_gae(data, history_length=2, gamma=0.95, lam=0.65, invalid_penalty=0.1):
 def eb_td_offset(data, gamma):
     """o by step: beta * turn * the prompt group's mean return, beta the slope within level-0 groups."""
     returns = data.returns(gamma)
-    mean = group_means(returns, data.all, lambda s: data.groups[s[0]])
+    mean = group_means(returns, data.all, data.peers)
     x = {(b, t): t * mean[b, t] for b, t in data.all}
     x_mean, return_mean = (group_means(values, data.all, state_group(data)) for values in (x, returns))
     top = sum((x[s] - x_mean[s]) * (returns[s] - return_mean[s]) for s in data.all)

@@ -45,6 +45,14 @@ CONTINUOUS = [
     ("hiper", {"lam": 0.6}),
     ("hiper", {"whiten": False, "lam": 1.0}),
 ]
+# Comparisons of episodes, of states, of contexts and of actions, for teams whose roles are told apart.
+BY_ROLE = [
+    ("rloo", {"statistics": "per_trajectory"}),
+    *(pytest.param(name, options, marks=pytest.mark.slow) for name, options in [
+        ("ecpo", {}), ("eb_td", {}), ("gagpo", {"lam": 0.7}), ("gdpo", {}), ("graphgpo", {}),
+        ("hgpo", {"normalize": "mean", "base_group": True}), ("pgpo", {}), ("reinforce_pp_baseline", {}),
+    ]),
+]  # fmt: skip
 RETURNS = {"hgpo", "gigpo", "ecpo", "eb_gae", "eb_td", "gagpo", "pgpo", "reinforce_pp"}  # what these compare
 
 
@@ -109,6 +117,13 @@ def test_exact_returns(name, options, batch):
 @given(batch=batches(continuous=True))
 def test_continuous_rewards(name, options, batch):
     compare(name, options, batch)
+
+
+@pytest.mark.parametrize(("name", "options"), BY_ROLE)
+@settings(max_examples=10, deadline=None)
+@given(batch=batches(continuous=True))
+def test_roles_are_told_apart(name, options, batch):
+    compare(name, options, batch | {"by_role": further_arrays(batch, ["agents"])["agents"]})
 
 
 def test_every_estimator_is_compared_and_every_option_has_the_oracles_default():
