@@ -10,6 +10,7 @@ further arrays (`checks.ARRAYS`; training has those of `learner.methods.AVAILABL
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from hgpo_jax.advantages.dr_mas import dr_mas
 from hgpo_jax.advantages.eb_gae import eb_gae
 from hgpo_jax.advantages.eb_td import eb_td
 from hgpo_jax.advantages.ecpo import ecpo
+from hgpo_jax.advantages.filters import filtered
 from hgpo_jax.advantages.gae import gae
 from hgpo_jax.advantages.gagpo import gagpo
 from hgpo_jax.advantages.gdpo import gdpo
@@ -85,6 +87,7 @@ def estimate(
     groups: Array,
     invalid: Array | None = None,
     by_role: Array | None = None,
+    keep: str = "all",
     **options: Any,
 ) -> Estimate:
     """Advantages of all steps of B trajectories of at most T steps.
@@ -93,6 +96,7 @@ def estimate(
     rewards, mask, states, groups, invalid: the fields of `Batch`; what padding holds is ignored.
     by_role: i32[B, T], 0 or more, the role that acted in each step, for teams. A step is then compared only with those of its
         role, as in Dr. MAS. What is whitened is whitened over all roles, and `himac` has its own comparisons.
+    keep: a name of `filters.FILTERS`: the trajectories that it drops take no part, and `Estimate.keep` says so; or `all`.
     options: the estimator's own keyword arguments, see its docstring.
 
     Jittable: inside `jax.jit` only shapes, dtypes and options are checked. Called on concrete arrays it also checks
@@ -116,7 +120,7 @@ def estimate(
         if array not in options:
             raise ValueError(f"{name} needs {array}: give {array}=<{checks.describe(array)}>")
         arrays[array] = options.pop(array)
-    for option, value in options.items():
+    for option, value in (options | {"keep": keep}).items():
         checks.check_option(option, value)
     arrays = {field: checks.check_array(field, value, shape) for field, value in arrays.items()}
     if checks.is_concrete(arrays["mask"]):
@@ -126,7 +130,7 @@ def estimate(
             if checks.is_concrete(value):
                 checks.check_values(field, np.asarray(value), host_mask)
     arrays = {field: _replicate(value) for field, value in arrays.items()}
-    result: Estimate = _estimate(ESTIMATORS[name], tuple(sorted(options.items())), arrays)
+    result: Estimate = _estimate(ESTIMATORS[name], keep, tuple(sorted(options.items())), arrays)
     return result
 
 
@@ -139,9 +143,9 @@ def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     return arrays, {p.name: p.default for p in keywords if p.default is not p.empty}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _estimate(
-    estimator: Callable[..., Estimate], options: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]
+    estimator: Callable[..., Estimate], keep: str, options: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]
 ) -> Estimate:
     arrays = {field: jnp.asarray(value, checks.ARRAYS[field][0]) for field, value in arrays.items()}
     mask = arrays["mask"]
@@ -156,7 +160,11 @@ def _estimate(
     )
     if roles is not None:
         batch = grouping.by_role(batch, roles)
-    return estimator(batch, **arrays, **dict(options))
+    if keep == "all":
+        return estimator(batch, **arrays, **dict(options))
+    batch = filtered(batch, keep)
+    result = estimator(batch, **arrays, **dict(options))
+    return dataclasses.replace(result, keep=batch.mask if result.keep is None else batch.mask & result.keep)
 
 
 def _replicate(value: Any) -> Any:

@@ -69,6 +69,7 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda x: isinstance(x, tuple) and all(map(_number(-1e6, 1e6), x)),
         "a tuple of numbers from -1e6 to 1e6",
     ),
+    "keep": (_one_of("all", "informative", "valid"), "'all', 'informative' or 'valid'"),
     "statistics": (_one_of("per_step", "per_trajectory"), "'per_step' or 'per_trajectory'"),
 }
 

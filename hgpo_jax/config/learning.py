@@ -24,6 +24,11 @@ class AdvantageConfig(Section):
     by_role: bool = field(
         False, "teams: compare the turns of each role with that role's own only, as dr_mas does, in any method that compares"
     )
+    keep: Literal["all", "informative", "valid"] = field(
+        "all",
+        "episodes to compare and learn from: all; informative: of tasks whose episodes score differently, as in DAPO, without "
+        "its further samples; valid: without an invalid action, as in THOR, where half of a task's are and score differently",
+    )
     alpha: float = field(1.0, "exponent of a level's weight (k + 2)^alpha in hgpo", ge=0, le=10)
     history_length: int | None = field(
         None, "K of the groups in hgpo, eb_gae and eb_td; default: rollout.history_length, the K of the prompt", ge=0, le=64

@@ -104,14 +104,15 @@ def episode_arrays(config: Config, e: Episodes, estimator: str) -> dict[str, Any
 
 
 def estimator_options(config: Config, estimator: str) -> dict[str, Any]:
-    """Returns an estimator's configured options; others, except for a method's normalization, have the estimator's defaults."""
+    """Returns an estimator's configured options and filter; options that are not configured, except for a method's
+    normalization, have the estimator's defaults."""
     values = config.advantage.model_dump()
     if values["history_length"] is None:
         values["history_length"] = config.rollout.history_length
     if values["normalize"] is None:
         values["normalize"] = method_named(config.method).normalize
     _, options = parameters(estimator)
-    return {name: values[name] for name in options if values.get(name) is not None}
+    return {name: values[name] for name in (*options, "keep") if values.get(name) is not None}
 
 
 def _check_estimator(name: str) -> None:

@@ -47,8 +47,7 @@ def check_together(config: Config) -> None:
     if entry.agent and not (config.policy.source or config.policy.tokenizer):
         raise ConfigError(f"policy.source=: env.name={env.name} needs a language model; give policy=, too")
     _check_method(config, method, entry, rollout_backend)
-    if config.advantage.by_role:
-        _check_by_role(config, method)
+    _check_comparison(config, method)
     if config.roles:
         _check_roles(config, role_names(config), method.critic)
     if config.reward.overlong_cache:
@@ -114,10 +113,16 @@ def _check_method(config: Config, method: Method, entry: Environment, rollout_ba
         )
 
 
-def _check_by_role(config: Config, method: Method) -> None:
-    if method.estimator in NO_ROLES_TO_TELL_APART:
-        raise ConfigError(f"advantage.by_role=true: method={config.method} compares no turns of different roles; leave it out")
-    if len(role_names(config)) == 1:
+def _check_comparison(config: Config, method: Method) -> None:
+    """Checks which episodes and turns a method is to compare."""
+    name, keep, by_role = config.method, config.advantage.keep, config.advantage.by_role
+    if keep != "all" and method.critic:
+        raise ConfigError(f"advantage.keep={keep}: the critic of method={name} learns from all episodes; leave it out")
+    if keep == "informative" and method.dynamic_sampling:
+        raise ConfigError(f"advantage.keep=informative: method={name} keeps no other episodes anyway; leave it out")
+    if by_role and method.estimator in NO_ROLES_TO_TELL_APART:
+        raise ConfigError(f"advantage.by_role=true: method={name} compares no turns of different roles; leave it out")
+    if by_role and len(role_names(config)) == 1:
         raise ConfigError(f"advantage.by_role=true: env.name={config.env.name} has one role; leave it out")
 
 

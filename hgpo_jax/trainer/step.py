@@ -186,7 +186,8 @@ def make_train_step(job: Job):
         estimate = _estimate(job, episodes, batch.values, final_values)
         batch = batch.replace(advantages=_flat(_learned_advantages(job, estimate, episodes, role)))
 
-        learned = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
+        kept = happened if estimate.keep is None else _flat(estimate.keep)
+        learned = kept & ~unfinished if job.config.learner.unfinished == "mask" else kept
         params, opt_state, metrics = update_policies(state, reference, batch, learned, key, lr_scale, role)
         critic = state.critic
         if critic:

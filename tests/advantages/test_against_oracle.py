@@ -47,12 +47,16 @@ CONTINUOUS = [
 ]
 # Comparisons of episodes, of states, of contexts and of actions, for teams whose roles are told apart.
 BY_ROLE = [
+    ("ecpo", {}),
+    ("eb_td", {}),
+    ("gagpo", {"lam": 0.7}),
+    ("gdpo", {}),
+    ("graphgpo", {}),
+    ("hgpo", {"normalize": "mean", "base_group": True}),
+    ("pgpo", {}),
+    ("reinforce_pp_baseline", {}),
     ("rloo", {"statistics": "per_trajectory"}),
-    *(pytest.param(name, options, marks=pytest.mark.slow) for name, options in [
-        ("ecpo", {}), ("eb_td", {}), ("gagpo", {"lam": 0.7}), ("gdpo", {}), ("graphgpo", {}),
-        ("hgpo", {"normalize": "mean", "base_group": True}), ("pgpo", {}), ("reinforce_pp_baseline", {}),
-    ]),
-]  # fmt: skip
+]
 RETURNS = {"hgpo", "gigpo", "ecpo", "eb_gae", "eb_td", "gagpo", "pgpo", "reinforce_pp"}  # what these compare
 
 
@@ -119,6 +123,7 @@ def test_continuous_rewards(name, options, batch):
     compare(name, options, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options"), BY_ROLE)
 @settings(max_examples=10, deadline=None)
 @given(batch=batches(continuous=True))

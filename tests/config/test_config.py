@@ -119,6 +119,8 @@ TOGETHER = [
      [MUON, [*MUON, "lora.rank=2", "warm_start=none"]]),
     *((["rollout.group_size=1", f"method={name}"], f"method={name} compares a task's episodes", [])
       for name in COMPARE_EPISODES),
+    (["advantage.keep=valid", "method=ppo"], "the critic of method=ppo learns from all", [["advantage.keep=valid"]]),
+    (["advantage.keep=informative", "method=dapo"], "method=dapo keeps no other", [["advantage.keep=valid", "method=dapo"]]),
     (["advantage.by_role=true"], "env.name=household has one role",
      [["advantage.by_role=true", "env.name=household_team", f"method={name}"] for name in ("hgpo", "kpo")]),
     *((["advantage.by_role=true", "env.name=household_team", f"method={name}"], f"method={name} compares no turns", [])
