@@ -22,11 +22,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hgpo_jax.advantages import checks, grouping
+from hgpo_jax.advantages.adora import adora
 from hgpo_jax.advantages.dr_mas import dr_mas
+from hgpo_jax.advantages.dvao import dvao
 from hgpo_jax.advantages.eb_gae import eb_gae
 from hgpo_jax.advantages.eb_td import eb_td
 from hgpo_jax.advantages.ecpo import ecpo
 from hgpo_jax.advantages.filters import filtered
+from hgpo_jax.advantages.g2rpo import g2rpo
 from hgpo_jax.advantages.gae import gae
 from hgpo_jax.advantages.gagpo import gagpo
 from hgpo_jax.advantages.gdpo import gdpo
@@ -58,10 +61,13 @@ __all__ = [
 Array = jax.Array | np.ndarray
 
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {
+    "adora": adora,
     "dr_mas": dr_mas,
+    "dvao": dvao,
     "eb_gae": eb_gae,
     "eb_td": eb_td,
     "ecpo": ecpo,
+    "g2rpo": g2rpo,
     "gae": gae,
     "gagpo": gagpo,
     "gdpo": gdpo,
@@ -87,7 +93,6 @@ def estimate(
     groups: Array,
     invalid: Array | None = None,
     by_role: Array | None = None,
-    keep: str = "all",
     **options: Any,
 ) -> Estimate:
     """Advantages of all steps of B trajectories of at most T steps.
@@ -96,8 +101,8 @@ def estimate(
     rewards, mask, states, groups, invalid: the fields of `Batch`; what padding holds is ignored.
     by_role: i32[B, T], 0 or more, the role that acted in each step, for teams. A step is then compared only with those of its
         role, as in Dr. MAS. What is whitened is whitened over all roles, and `himac` has its own comparisons.
-    keep: a name of `filters.FILTERS`: the trajectories that it drops take no part, and `Estimate.keep` says so; or `all`.
-    options: the estimator's own keyword arguments, see its docstring.
+    options: the estimator's own keyword arguments, see its docstring; and for any of them `keep`, a name of `filters.FILTERS`:
+        the trajectories that it drops take no part, and `Estimate.keep` says so. Default: `all`.
 
     Jittable: inside `jax.jit` only shapes, dtypes and options are checked. Called on concrete arrays it also checks
     their values and compiles once per shape and options. Arrays sharded over a mesh are gathered first (they are
@@ -108,6 +113,7 @@ def estimate(
     numbers that are not finite, ids below 0.
     """
     arrays_known, options_known = parameters(name)
+    keep = options.pop("keep", "all")
     shape = checks.mask_shape(mask)
     arrays: dict[str, Array] = {"rewards": rewards, "mask": mask, "states": states, "groups": groups}
     arrays["invalid"] = np.zeros(shape, bool) if invalid is None else invalid

@@ -20,10 +20,13 @@ ENVIRONMENTS = (
     "agent",
 )
 METHODS = (
+    "adora",
     "dr_mas",
+    "dvao",
     "eb_gae",
     "eb_td",
     "ecpo",
+    "g2rpo",
     "gagpo",
     "gdpo",
     "gigpo",

@@ -58,7 +58,7 @@ AVAILABLE_ARRAYS = {
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() >= set(parameters(name)[0])} | {
     "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
     # These papers divide by the standard deviation.
-    **{name: Method(name, normalize="mean_std") for name in ("dr_mas", "ecpo", "graphgpo", "pgpo")},
+    **{name: Method(name, normalize="mean_std") for name in ("adora", "dr_mas", "ecpo", "graphgpo", "pgpo")},
     # One length-normalised ratio for each action, clipped like PPO's.
     "gagpo": Method("gagpo", normalize="mean_std", loss="gspo", clip_low=0.2, clip_high=0.2),
     "gspo": Method("grpo", loss="gspo"),  # Zheng et al., 2025, arXiv 2507.18071

@@ -21,10 +21,10 @@ from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError
 
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
-COMPARE_EPISODES = ("dr_mas", "gdpo", "grpo", "reinforce_pp_baseline", "rloo")
+COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gdpo", "grpo", "reinforce_pp_baseline", "rloo")
 
-# Estimators that compare no turns of different roles: with learned values, over the whole batch, or as `himac` and `dr_mas` do.
-NO_ROLES_TO_TELL_APART = ("dr_mas", "gae", "himac", "hiper", "reinforce_pp")
+# Estimators that compare no turns of different roles: they have learned values, or compare whole episodes, or tell roles apart.
+NO_ROLES_TO_TELL_APART = ("dr_mas", "g2rpo", "gae", "himac", "hiper", "reinforce_pp")
 
 
 def check_together(config: Config) -> None:

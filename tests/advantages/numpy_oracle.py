@@ -5,6 +5,7 @@ Each estimator takes a `Steps` and the further arrays of `estimate`, and gives {
 """
 
 import copy
+from statistics import NormalDist
 
 import numpy as np
 
@@ -216,12 +217,59 @@ def reinforce_pp_baseline(data, statistics="per_step", invalid_penalty=0.1):
     return whitened(grpo(data, statistics, "mean", invalid_penalty))
 
 
+def stream(data, signals, k):
+    """The same steps with signal k in place of the rewards."""
+    result = copy.copy(data)
+    result.rewards = [[float(x) for x in row[:n, k]] for row, n in zip(signals, data.length, strict=True)]
+    return result
+
+
+def dvao(data, signals, signal_weights=(), statistics="per_step", invalid_penalty=0.1):
+    above, spread = dict.fromkeys(data.all, 0.0), dict.fromkeys(data.all, 0.0)
+    streams = [(1.0, data, invalid_penalty)]
+    streams += [(weight, stream(data, signals, k), 0.0) for k, weight in enumerate(signal_weights or [1.0] * signals.shape[-1])]
+    for weight, one, penalty in streams:
+        for step, (_, _, deviation, std) in episode_comparison(one, statistics, penalty, data.peers).items():
+            above[step] += weight * deviation
+            spread[step] += abs(weight) * std
+    return {step: above[step] / (spread[step] + EPSILON) for step in data.all}
+
+
+def adora(
+    data, success, lengths, length_limit=3900, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
+):
+    tokens = [sum(int(x) for x in row[:n]) for row, n in zip(lengths, data.length, strict=True)]
+    result = grpo(data, statistics, normalize, invalid_penalty)
+    for b, t in data.all:
+        group = [i for i, n in enumerate(data.length) if n and data.groups[i] == data.groups[b]]
+        won = [tokens[i] for i in group if success[i]]
+        lost = [tokens[i] for i in group if not success[i] and tokens[i] < length_limit]
+        longer = won and (not lost or max(won) > sum(lost) / len(lost))
+        result[b, t] *= 1.0 if longer else 0.1
+    return result
+
+
+def normal_scores(values, groups):
+    """{b: the mean of the quantiles of a normal distribution at the ranks of the values equal to b's, in its group}."""
+    result = {}
+    for b, value in values.items():
+        rest = sorted(values[i] for i in values if groups[i] == groups[b])
+        places = [j for j, other in enumerate(rest) if abs(other - value) < 1e-9]
+        quantiles = [NormalDist().inv_cdf((j + 0.5) / len(rest)) for j in places]
+        result[b] = sum(quantiles) / len(quantiles)
+    return result
+
+
+def g2rpo(data, task, invalid_penalty=0.1):
+    scores = {b: data.score(b) for b, n in enumerate(data.length) if n}
+    result = normal_scores(normal_scores(scores, data.groups), task)
+    return {s: result[s[0]] - data.penalty(s, invalid_penalty) for s in data.all}
+
+
 def gdpo(data, signals, signal_weights=(), statistics="per_step", invalid_penalty=0.1):
     total = grpo(data, statistics, "mean_std", invalid_penalty)
     for k, weight in enumerate(signal_weights or [1.0] * signals.shape[-1]):
-        stream = copy.copy(data)
-        stream.rewards = [[float(x) for x in row[:n, k]] for row, n in zip(signals, data.length, strict=True)]
-        for step, advantage in grpo(stream, statistics, "mean_std", 0.0).items():
+        for step, advantage in grpo(stream(data, signals, k), statistics, "mean_std", 0.0).items():
             total[step] += weight * advantage
     return whitened(total)
 
