@@ -21,6 +21,7 @@ ENVIRONMENTS = (
 )
 METHODS = (
     "adora",
+    "beacon",
     "dr_mas",
     "dvao",
     "eb_gae",

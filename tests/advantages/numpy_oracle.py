@@ -249,6 +249,27 @@ def adora(
     return result
 
 
+def beacon(
+    data, signals, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean", invalid_penalty=0.1
+):
+    returns, before = {}, {}
+    for b, n in enumerate(data.length):
+        most, milestones = 0, []
+        for t in range(n):
+            before[b, t] = most
+            if signals[b, t, 0] > most:
+                most = int(signals[b, t, 0])
+                milestones.append(t)
+        for t in range(n):
+            ahead = [m for m in milestones if m >= t]
+            returns[b, t] = (10 * gamma ** (ahead[0] - t) if ahead else 0.0) - data.penalty((b, t), invalid_penalty)
+    result = grpo(data, statistics, normalize, invalid_penalty)
+    for members in grouped(data.all, lambda s: (data.peers(s), before[s])).values():
+        for s, advantage in deviations(returns, members, 1, normalize).items():
+            result[s] += step_weight * advantage
+    return result
+
+
 def normal_scores(values, groups):
     """{b: the mean of the quantiles of a normal distribution at the ranks of the values equal to b's, in its group}."""
     result = {}

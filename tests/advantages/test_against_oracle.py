@@ -37,6 +37,7 @@ EXACT = [
 # Compared like these, but in the slow tests: each takes a second to compile.
 LATER = [
     ("adora", {"length_limit": 8}),
+    ("beacon", {"normalize": "mean_std", "step_weight": 0.5}),
     ("dvao", {"signal_weights": (1.3, -0.4)}),
     ("g2rpo", {}),
 ]

@@ -232,6 +232,17 @@ def four(scores):
             "groups": (np.arange(len(scores)) // 4).astype(np.int32)}  # fmt: skip
 
 
+def test_beacon():
+    """Milestones in steps 2 and 4, and in step 1 alone; nobody wins, so that there is no episode part."""
+    fulfilled = np.float32([[0, 1, 0, 2], [1, 1, 0, 1]])  # the first milestone is lost in step 3, and reached again later
+    mask, states = np.ones((2, 4), bool), np.zeros((2, 4), int)
+    batch = {"rewards": 0 * fulfilled, "mask": mask, "states": states, "groups": np.zeros(2, int)}
+    record = estimate("beacon", **batch, signals=fulfilled[..., None], gamma=0.9)
+    np.testing.assert_allclose(record.returns, [[9, 10, 9, 10], [10, 0, 0, 0]], rtol=1e-6)
+    expected = [[-2 / 3, 1 / 3, 5.2, 6.2], [1 / 3, -3.8, -3.8, -3.8]]
+    np.testing.assert_allclose(record.advantages, expected, rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_dvao():
     """Rewards (1, 0, 1, 0) and (.2, .4, .6, .8), weights 1 and 1/2; the numbers are of the population std, sqrt(3/4) less."""

@@ -137,7 +137,7 @@ TURNS = 15
 LEARNED = {"gae", "hiper"}  # they compare with learned values, not with each other
 # Turns are compared too, and may differ.
 LATER = {"adora", "dvao", "g2rpo"}  # compared in the slow tests
-BY_TURN = {"eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "hgpo", "himac", "pgpo", "reinforce_pp"}
+BY_TURN = {"beacon", "eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "hgpo", "himac", "pgpo", "reinforce_pp"}
 
 
 def permuted(seed: int) -> dict[str, np.ndarray]:
