@@ -267,6 +267,7 @@ def test_adora(scores, lengths, weight):
     np.testing.assert_allclose(record.advantages, weight * estimate("grpo", **batch).advantages, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_g2rpo():
     expected = [1.534121, -0.766839, -0.766839, 0.157311, 0.687961, 0.687961, -0.766839, -0.766839]
     for first in ([1, 0, 0, 0.5], [9, -3, -3, 0]):  # any monotone map
