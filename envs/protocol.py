@@ -142,6 +142,17 @@ class TimeLimited(Protocol):
 
 
 @runtime_checkable
+class Signals(Protocol):
+    """Optional for a compiled environment: numbers beside the reward (`rollout/signals.py`)."""
+
+    signals: Annotated[Sequence[str], "the names of its signals"]
+
+    def signal_values(self, state: Any) -> jax.Array:
+        """signal_values(state) -> the signals of a turn that led to this state, f32[number of signals]"""
+        ...
+
+
+@runtime_checkable
 class Plans(Protocol):
     """Optional for a compiled environment: answers that state a subgoal before the action, as `method=hiper` needs.
 

@@ -51,6 +51,7 @@ class Household:
       places: receptacles per room, 6 to 12.
       things: things per room, 2 to 8.
       max_turns: actions after which the episode ends.
+      milestones: give the signal `milestones`, how many predicates of the goal hold after a turn.
 
     Raises:
       ValueError: an unknown name, a number out of range, or a task type with no suitable room.
@@ -61,7 +62,7 @@ class Household:
     goal_length = 4
     action_length = 2
 
-    def __init__(self, tasks=("place",), rooms=("kitchen",), places=6, things=4, max_turns=20):
+    def __init__(self, tasks=("place",), rooms=("kitchen",), places=6, things=4, max_turns=20, milestones=False):
         for field, choice, options in (("tasks", tasks, world.TASKS), ("rooms", rooms, world.ROOMS)):
             names = list(choice) if isinstance(choice, list | tuple) else []
             if not names or any(name not in list(options) for name in names) or len(set(names)) != len(names):
@@ -73,6 +74,7 @@ class Household:
                 raise ValueError(f"{field}={value!r}: must be a whole number between {low} and {high}")
         self.tasks, self.rooms = tuple(tasks), tuple(rooms)
         self.places, self.things, self.max_turns = places, things, max_turns
+        self.signals = ("milestones",) if milestones else ()
         settings = [[(world.TASK_ID[t], r) for r, room in enumerate(rooms) if room in world.TASKS[t]] for t in tasks]
         for task, pairs in zip(tasks, settings, strict=True):
             if not pairs:
@@ -145,14 +147,37 @@ class Household:
 
     def won(self, state: State) -> jax.Array:
         """Whether the task is fulfilled, bool[]."""
-        goal_things = state.kind == state.goal_kind
-        needed = jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]  # by task id
-        goal_things &= (needed < 0) | (state.condition == needed)
-        is_goal_place = jnp.asarray(self._place_kind)[state.room] == state.goal_place  # [places]
-        placed = goal_things[:, None] & (state.where[:, None] == jnp.arange(self.places)) & is_goal_place  # [things, places]
+        fit, placed = self._fit(state), self._placed(state)
         count = jnp.where(state.task == world.TASK_ID["two"], 2, 1)
-        examined = state.lamp_on & (state.at == self._lamp(state)) & (goal_things & (state.where == self.places)).any()
+        examined = state.lamp_on & (state.at == self._lamp(state)) & (fit & (state.where == self.places)).any()
         return jnp.where(state.task == world.TASK_ID["look"], examined, (placed.sum(0) >= count).any())
+
+    def signal_values(self, state: State) -> jax.Array:
+        """Counts the predicates of the goal that hold, f32[1].
+
+        A wanted thing was picked up: it is carried, in its place, or treated as wanted. It is treated, if it has to be. Of two
+        wanted things, one is in its place, and the other one is then carried. The task is fulfilled.
+        """
+        carried = ((state.kind == state.goal_kind) & (state.where == self.places)).any()
+        treated = (self._needed(state) >= 0) & self._fit(state).any()
+        placed, won = self._placed(state).any(), self.won(state)
+        one_of_two = (state.task == world.TASK_ID["two"]) & placed
+        predicates = [carried | placed | treated, treated, one_of_two, one_of_two & (carried | won), won]
+        return jnp.stack(predicates).sum(dtype=jnp.float32)[None]
+
+    def _needed(self, state):
+        """Returns the wanted treatment, -1 for none, i32[]."""
+        return jnp.array([-1, -1, -1, CLEAN, HOT, COLD])[state.task]  # by task id
+
+    def _fit(self, state):
+        """Marks the wanted things that are treated as the goal says, bool[things]."""
+        needed = self._needed(state)
+        return (state.kind == state.goal_kind) & ((needed < 0) | (state.condition == needed))
+
+    def _placed(self, state):
+        """Marks where such things are in a wanted place, bool[things, places]."""
+        is_goal_place = jnp.asarray(self._place_kind)[state.room] == state.goal_place
+        return self._fit(state)[:, None] & (state.where[:, None] == jnp.arange(self.places)) & is_goal_place
 
     def _lamp(self, state):
         return jnp.asarray(self._lamp_at)[state.room]

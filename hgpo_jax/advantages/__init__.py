@@ -10,6 +10,7 @@ further arrays (`checks.ARRAYS`; training has those of `learner.methods.AVAILABL
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -20,11 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hgpo_jax.advantages import checks
+from hgpo_jax.advantages import checks, grouping
+from hgpo_jax.advantages.adora import adora
+from hgpo_jax.advantages.beacon import beacon
 from hgpo_jax.advantages.dr_mas import dr_mas
+from hgpo_jax.advantages.dvao import dvao
 from hgpo_jax.advantages.eb_gae import eb_gae
 from hgpo_jax.advantages.eb_td import eb_td
 from hgpo_jax.advantages.ecpo import ecpo
+from hgpo_jax.advantages.filters import filtered
+from hgpo_jax.advantages.g2rpo import g2rpo
 from hgpo_jax.advantages.gae import gae
 from hgpo_jax.advantages.gagpo import gagpo
 from hgpo_jax.advantages.gdpo import gdpo
@@ -56,10 +62,14 @@ __all__ = [
 Array = jax.Array | np.ndarray
 
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {
+    "adora": adora,
+    "beacon": beacon,
     "dr_mas": dr_mas,
+    "dvao": dvao,
     "eb_gae": eb_gae,
     "eb_td": eb_td,
     "ecpo": ecpo,
+    "g2rpo": g2rpo,
     "gae": gae,
     "gagpo": gagpo,
     "gdpo": gdpo,
@@ -84,13 +94,17 @@ def estimate(
     states: Array,
     groups: Array,
     invalid: Array | None = None,
+    by_role: Array | None = None,
     **options: Any,
 ) -> Estimate:
     """Advantages of all steps of B trajectories of at most T steps.
 
     name: a key of `ESTIMATORS`.
     rewards, mask, states, groups, invalid: the fields of `Batch`; what padding holds is ignored.
-    options: the estimator's own keyword arguments, see its docstring.
+    by_role: i32[B, T], 0 or more, the role that acted in each step, for teams. A step is then compared only with those of its
+        role, as in Dr. MAS. What is whitened is whitened over all roles, and `himac` has its own comparisons.
+    options: the estimator's own keyword arguments, see its docstring; and for any of them `keep`, a name of `filters.FILTERS`:
+        the trajectories that it drops take no part, and `Estimate.keep` says so. Default: `all`.
 
     Jittable: inside `jax.jit` only shapes, dtypes and options are checked. Called on concrete arrays it also checks
     their values and compiles once per shape and options. Arrays sharded over a mesh are gathered first (they are
@@ -101,17 +115,20 @@ def estimate(
     numbers that are not finite, ids below 0.
     """
     arrays_known, options_known = parameters(name)
+    keep = options.pop("keep", "all")
     shape = checks.mask_shape(mask)
     arrays: dict[str, Array] = {"rewards": rewards, "mask": mask, "states": states, "groups": groups}
     arrays["invalid"] = np.zeros(shape, bool) if invalid is None else invalid
     for option in options:
         if option not in (*arrays_known, *options_known):
             raise ValueError(checks.nearest(f"option of {name}", option, (*arrays_known, *options_known)))
+    if by_role is not None:
+        arrays["by_role"] = by_role
     for array in arrays_known:
         if array not in options:
             raise ValueError(f"{name} needs {array}: give {array}=<{checks.describe(array)}>")
         arrays[array] = options.pop(array)
-    for option, value in options.items():
+    for option, value in (options | {"keep": keep}).items():
         checks.check_option(option, value)
     arrays = {field: checks.check_array(field, value, shape) for field, value in arrays.items()}
     if checks.is_concrete(arrays["mask"]):
@@ -121,7 +138,7 @@ def estimate(
             if checks.is_concrete(value):
                 checks.check_values(field, np.asarray(value), host_mask)
     arrays = {field: _replicate(value) for field, value in arrays.items()}
-    result: Estimate = _estimate(ESTIMATORS[name], tuple(sorted(options.items())), arrays)
+    result: Estimate = _estimate(ESTIMATORS[name], keep, tuple(sorted(options.items())), arrays)
     return result
 
 
@@ -134,20 +151,28 @@ def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     return arrays, {p.name: p.default for p in keywords if p.default is not p.empty}
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _estimate(
-    estimator: Callable[..., Estimate], options: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]
+    estimator: Callable[..., Estimate], keep: str, options: tuple[tuple[str, Any], ...], arrays: dict[str, jax.Array]
 ) -> Estimate:
     arrays = {field: jnp.asarray(value, checks.ARRAYS[field][0]) for field, value in arrays.items()}
     mask = arrays["mask"]
+    roles = arrays.pop("by_role", None)
     batch = Batch(
         rewards=jnp.where(mask, arrays.pop("rewards"), 0.0),
         mask=arrays.pop("mask"),
         states=arrays.pop("states"),
+        peers=jnp.broadcast_to(arrays["groups"][:, None], mask.shape),
         groups=arrays.pop("groups"),
         invalid=arrays.pop("invalid") & mask,
     )
-    return estimator(batch, **arrays, **dict(options))
+    if roles is not None:
+        batch = grouping.by_role(batch, roles)
+    if keep == "all":
+        return estimator(batch, **arrays, **dict(options))
+    batch = filtered(batch, keep)
+    result = estimator(batch, **arrays, **dict(options))
+    return dataclasses.replace(result, keep=batch.mask if result.keep is None else batch.mask & result.keep)
 
 
 def _replicate(value: Any) -> Any:

@@ -21,6 +21,7 @@ ARRAYS = {
     "states": (jnp.int32, 2),
     "groups": (jnp.int32, 1),
     "invalid": (jnp.bool_, 2),
+    "by_role": (jnp.int32, 2),
     "values": (jnp.float32, 2),
     "final_values": (jnp.float32, 1),
     "next_states": (jnp.int32, 2),
@@ -52,6 +53,7 @@ def _one_of(*names: str) -> Callable[[object], bool]:
 # Options share their names, and so their meaning, among all estimators.
 OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
     "history_length": (lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0, "an integer of 0 or more"),
+    "length_limit": (lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 1, "an integer of 1 or more"),
     "gamma": (_number(0, 1), "a number from 0 to 1"),
     "lam": (_number(0, 1), "a number from 0 to 1"),
     # Their bounds keep (k + weight_offset)^alpha inside float32.
@@ -68,6 +70,7 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
         lambda x: isinstance(x, tuple) and all(map(_number(-1e6, 1e6), x)),
         "a tuple of numbers from -1e6 to 1e6",
     ),
+    "keep": (_one_of("all", "informative", "valid"), "'all', 'informative' or 'valid'"),
     "statistics": (_one_of("per_step", "per_trajectory"), "'per_step' or 'per_trajectory'"),
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from hgpo_jax.advantages.grpo import compare_episodes, normalized
+from hgpo_jax.advantages.grouping import by_role
+from hgpo_jax.advantages.grpo import grpo
 from hgpo_jax.advantages.record import Batch, Estimate
 
 
@@ -22,5 +23,4 @@ def dr_mas(
         trajectory counts once for every agent that acted in it, shared out among that agent's steps. A score is of the whole
         episode, whichever agent earned its rewards.
     """
-    episodes = compare_episodes(batch, statistics, invalid_penalty, agents)
-    return Estimate(normalized(episodes, normalize), episodes.scores)
+    return grpo(by_role(batch, agents), statistics=statistics, normalize=normalize, invalid_penalty=invalid_penalty)

@@ -42,8 +42,7 @@ def ecpo(
     """
     returns = step_returns(batch, gamma, invalid_penalty)
     executed = jnp.where(batch.invalid, grouping.NO_STATE, actions)
-    prompts = jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)
-    steps = grouping.sort_steps([prompts, batch.states, executed], batch.mask)
+    steps = grouping.sort_steps([batch.peers, batch.states, executed], batch.mask)
     _, state, action = steps.segments
     ordered = grouping.steps_in_order(returns, steps)
     magnitudes = grouping.steps_in_order(return_magnitudes(batch, gamma, invalid_penalty), steps)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.gae import generalized_advantages
@@ -27,7 +26,7 @@ def gagpo(
     values, _ = state_values(batch, gamma)
     advantages = generalized_advantages(batch.rewards, values, batch.mask, gamma, lam)
     advantages = advantages - penalties(batch, invalid_penalty)
-    steps = grouping.sort_steps([jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)], batch.mask)
+    steps = grouping.sort_steps([batch.peers], batch.mask)
     segment = steps.segments[0]
     size = grouping.group_size(segment)
     ordered = grouping.steps_in_order(advantages, steps)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
+
 import jax
 import jax.numpy as jnp
 
-from hgpo_jax.advantages.grpo import compare_episodes, normalized
+from hgpo_jax.advantages.grpo import Comparison, compare_episodes, normalized
 from hgpo_jax.advantages.record import Batch, Estimate
 from hgpo_jax.advantages.returns import whitened
 
@@ -29,18 +32,27 @@ def gdpo(
     std + 1e-6, as in `grpo`. Where all groups count the same number of steps, whitening removes the difference between the
     two kinds of std.
     """
+    compared = streams(batch, signals, signal_weights, statistics, invalid_penalty)
+    advantages = [weight * normalized(episodes, "mean_std") for weight, episodes in compared]
+    magnitudes = total(jnp.abs(part) for part in advantages)
+    scores = total(weight * episodes.scores for weight, episodes in compared)
+    return Estimate(whitened(total(advantages), batch.mask, magnitudes), scores)
+
+
+def streams(
+    batch: Batch, signals: jax.Array, signal_weights: tuple[float, ...], statistics: str, invalid_penalty: float
+) -> list[tuple[float, Comparison]]:
+    """Compares the episodes' rewards, and their sums of each signal: [(weight, comparison)]. Arguments as in `gdpo`."""
     weights = signal_weights or (1.0,) * signals.shape[-1]
     if len(weights) != signals.shape[-1]:
         raise ValueError(f"signal_weights={weights}: give {signals.shape[-1]} numbers, one for each signal")
-    rewards = compare_episodes(batch, statistics, invalid_penalty)
-    scores = rewards.scores
-    total = normalized(rewards, "mean_std")
-    magnitudes = jnp.abs(total)
+    result = [(1.0, compare_episodes(batch, statistics, invalid_penalty))]
     for index, weight in enumerate(weights):
         stream = batch._replace(rewards=jnp.where(batch.mask, signals[..., index], 0.0))
-        episodes = compare_episodes(stream, statistics, 0.0)
-        scores += weight * episodes.scores
-        advantages = weight * normalized(episodes, "mean_std")
-        total += advantages
-        magnitudes += jnp.abs(advantages)
-    return Estimate(whitened(total, batch.mask, magnitudes), scores)
+        result.append((weight, compare_episodes(stream, statistics, invalid_penalty=0.0)))
+    return result
+
+
+def total(parts: Iterable[jax.Array]) -> jax.Array:
+    """Returns the sum of arrays of one shape; there is at least one."""
+    return functools.reduce(jnp.add, parts)

@@ -74,11 +74,11 @@ def sort_steps(columns: list[jax.Array], mask: jax.Array) -> Sorted:
 
 
 def sort_contexts(batch: Batch, history_length: int) -> Sorted:
-    """Sort by prompt group and context; `segments[k + 1]` are the level-k groups and `segments[0]` the prompt groups.
+    """Sort by peers and context; `segments[k + 1]` are the level-k groups and `segments[0]` the prompt groups (of a role).
 
     A step with t < k has `NO_STATE` in place of observations before the first, so that it meets no step that has them.
     """
-    columns = [jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)]
+    columns = [batch.peers]
     for lag in range(history_length + 1):
         earlier = batch.states[:, : max(batch.states.shape[1] - lag, 0)]
         columns.append(jnp.pad(earlier, ((0, 0), (batch.states.shape[1] - earlier.shape[1], 0)), constant_values=NO_STATE))
@@ -173,3 +173,9 @@ def state_ids(rows: jax.Array, mask: jax.Array) -> jax.Array:
 
     ids, _ = jax.lax.scan(refine, jnp.zeros(flat_mask.size, jnp.int32), chunks)
     return ids.reshape(mask.shape)
+
+
+def by_role(batch: Batch, roles: jax.Array) -> Batch:
+    """Returns the batch with each step compared only with those of its own role, i32[B, T], in its prompt group."""
+    prompts = jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)
+    return batch._replace(peers=state_ids(jnp.stack([prompts, roles], axis=-1), batch.mask))

@@ -44,20 +44,19 @@ class Comparison(NamedTuple):
     stds: jax.Array
 
 
-def compare_episodes(batch: Batch, statistics: str, invalid_penalty: float, agents: jax.Array | None = None) -> Comparison:
-    """Compare the episode scores inside each prompt group, or each (prompt group, agent) with `agents` i32[B, T]."""
+def compare_episodes(batch: Batch, statistics: str, invalid_penalty: float) -> Comparison:
+    """Compare the episode scores of each step's peers."""
     shape = batch.mask.shape
     scores = episode_scores(batch) - penalties(batch, invalid_penalty)
-    keys = [jnp.broadcast_to(batch.groups[:, None], shape)] + ([] if agents is None else [agents])
     if statistics == "per_step":
-        steps = grouping.sort_steps(keys, batch.mask)
+        steps = grouping.sort_steps([batch.peers], batch.mask)
         segment = steps.segments[-1]
         size = grouping.group_size(segment)
         weights: jax.Array | float = 1.0
     else:
         trajectories = jnp.broadcast_to(jnp.arange(shape[0], dtype=jnp.int32)[:, None], shape)
-        steps = grouping.sort_steps([*keys, trajectories], batch.mask)
-        segment, trajectory = steps.segments[-2:]
+        steps = grouping.sort_steps([batch.peers, trajectories], batch.mask)
+        segment, trajectory = steps.segments
         # 1 on the first step of each trajectory in each group.
         size = grouping.group_sum(jnp.diff(trajectory, prepend=-1), segment)
         weights = 1 / grouping.group_size(trajectory)

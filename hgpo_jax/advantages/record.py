@@ -17,6 +17,7 @@ class Batch(NamedTuple):
     states:  i32[B, T], 0 or more; equal ids exactly where the raw observations are equal.
     groups:  i32[B], 0 or more; the prompt group (same task, same initial state) of each trajectory.
     invalid: bool[B, T], steps whose response contained no valid action.
+    peers:   i32[B, T], equal where steps may be compared: their prompt group, or ids of (prompt group, role) with `by_role`.
     """
 
     rewards: jax.Array
@@ -24,6 +25,7 @@ class Batch(NamedTuple):
     states: jax.Array
     groups: jax.Array
     invalid: jax.Array
+    peers: jax.Array
 
 
 @partial(
@@ -36,6 +38,7 @@ class Batch(NamedTuple):
         "level_weights",
         "part_advantages",
         "part_returns",
+        "keep",
         "stats",
     ],
     meta_fields=["levels"],
@@ -55,6 +58,7 @@ class Estimate:
     part_advantages:  f32[B, T, 3], of the switch, subgoal and action parts of an answer, 0 where a step has none; None for
                       estimators that give a whole answer one advantage.
     part_returns:     f32[B, T, 3], the targets of these parts' values.
+    keep:             bool[B, T], the steps to learn from; the others leave the update's sums and its counts. None: all.
     stats:            scalars or short vectors, by name.
     levels:           the level k of each of the L columns; -1 is the prompt group.
     """
@@ -66,6 +70,7 @@ class Estimate:
     level_weights: jax.Array | None = None
     part_advantages: jax.Array | None = None
     part_returns: jax.Array | None = None
+    keep: jax.Array | None = None
     stats: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     levels: tuple[int, ...] = ()
 

@@ -69,7 +69,7 @@ class Dump:
         Raises ValueError as `estimate` does.
         """
         name, e = name or self.estimator, self.episodes
-        settings = methods.episode_arrays(e, name) | estimator_options(self.config, name) | options
+        settings = methods.episode_arrays(self.config, e, name) | estimator_options(self.config, name) | options
         record = advantages.estimate(
             name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **settings
         )

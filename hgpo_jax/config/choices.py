@@ -20,10 +20,14 @@ ENVIRONMENTS = (
     "agent",
 )
 METHODS = (
+    "adora",
+    "beacon",
     "dr_mas",
+    "dvao",
     "eb_gae",
     "eb_td",
     "ecpo",
+    "g2rpo",
     "gagpo",
     "gdpo",
     "gigpo",

@@ -18,8 +18,16 @@ class AdvantageConfig(Section):
     gamma: Share = field(0.95, "discount per turn")
     normalize: Literal["mean", "mean_std"] | None = field(
         None,
-        "centre a group's returns, or also divide by their std; default: the method's own, mean_std for dr_mas, ecpo, "
-        "gagpo, graphgpo and pgpo, as in their papers, else mean",
+        "centre a group's returns, or also divide by their std; default: the method's own, mean_std for adora, "
+        "dr_mas, ecpo, gagpo, graphgpo and pgpo, as in their papers, else mean",
+    )
+    by_role: bool = field(
+        False, "teams: compare the turns of each role with that role's own only, as dr_mas does, in any method that compares"
+    )
+    keep: Literal["all", "informative", "valid"] = field(
+        "all",
+        "episodes to compare and learn from: all; informative: of tasks whose episodes score differently, as in DAPO, without "
+        "its further samples; valid: without an invalid action, as in THOR, where half of a task's are and score differently",
     )
     alpha: float = field(1.0, "exponent of a level's weight (k + 2)^alpha in hgpo", ge=0, le=10)
     history_length: int | None = field(
@@ -36,7 +44,7 @@ class AdvantageConfig(Section):
         lt=1,
     )
     signal_weights: tuple[SignalWeight, ...] = field(
-        (), "gdpo: the weight of each signal beside the reward, whose weight is 1, as in 1,-0.5; default: 1 each"
+        (), "gdpo and dvao: the weight of each signal beside the reward, whose weight is 1, as in 1,-0.5; default: 1 each"
     )
     invalid_penalty: float = field(
         0.5, "subtracted from the return of a step whose action is invalid, in the units of the rewards", ge=0, le=1e6

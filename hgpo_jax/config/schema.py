@@ -37,6 +37,9 @@ class EnvConfig(Section):
         ("kitchen",), "household: rooms to draw from"
     )
     places: int = field(6, "household: receptacles per room", ge=6, le=12)
+    milestones: bool = field(
+        False, "household: give the signal milestones, the number of the goal's predicates that hold after a turn, for beacon"
+    )
     size: int = field(6, "sokoban: cells along a room's side, outer walls included", ge=6, le=10)
     compiled: bool | None = field(
         None,

@@ -58,7 +58,7 @@ AVAILABLE_ARRAYS = {
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() >= set(parameters(name)[0])} | {
     "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
     # These papers divide by the standard deviation.
-    **{name: Method(name, normalize="mean_std") for name in ("dr_mas", "ecpo", "graphgpo", "pgpo")},
+    **{name: Method(name, normalize="mean_std") for name in ("adora", "dr_mas", "ecpo", "graphgpo", "pgpo")},
     # One length-normalised ratio for each action, clipped like PPO's.
     "gagpo": Method("gagpo", normalize="mean_std", loss="gspo", clip_low=0.2, clip_high=0.2),
     "gspo": Method("grpo", loss="gspo"),  # Zheng et al., 2025, arXiv 2507.18071
@@ -95,22 +95,24 @@ def method_named(name: str) -> Method:
     return Method(name, normalize=None)
 
 
-def episode_arrays(e: Episodes, estimator: str) -> dict[str, Any]:
-    """Returns the arrays of Episodes that an estimator needs besides the batch."""
+def episode_arrays(config: Config, e: Episodes, estimator: str) -> dict[str, Any]:
+    """Returns the arrays of Episodes that an estimator needs besides the batch, and with `advantage.by_role` the roles."""
     needed, _ = parameters(estimator)
     arrays = {array: getattr(e, AVAILABLE_ARRAYS[array]) for array in needed if array in AVAILABLE_ARRAYS}
+    arrays |= {"by_role": e.agents if config.advantage.by_role else None}
     return {array: value for array, value in arrays.items() if value is not None}
 
 
 def estimator_options(config: Config, estimator: str) -> dict[str, Any]:
-    """Returns an estimator's configured options; others, except for a method's normalization, have the estimator's defaults."""
+    """Returns an estimator's configured options and filter; options that are not configured, except for a method's
+    normalization, have the estimator's defaults."""
     values = config.advantage.model_dump()
     if values["history_length"] is None:
         values["history_length"] = config.rollout.history_length
     if values["normalize"] is None:
         values["normalize"] = method_named(config.method).normalize
     _, options = parameters(estimator)
-    return {name: values[name] for name in options if values.get(name) is not None}
+    return {name: values[name] for name in (*options, "keep") if values.get(name) is not None}
 
 
 def _check_estimator(name: str) -> None:

@@ -25,6 +25,7 @@ from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.rollout.compiled_prompts import History, make_prompt, prompt_widths, role_of
 from hgpo_jax.rollout.episodes import Episodes, action_ids
 from hgpo_jax.rollout.requirements import check_compiled, roles_of
+from hgpo_jax.rollout.signals import declared
 from hgpo_jax.sampling.generate import Responses, generate, turn_keys
 
 
@@ -324,6 +325,8 @@ class Program:
             "mask": ~states.done,
             "agents": roles,
         }
+        if declared(env):
+            record["signals"] = jax.vmap(env.signal_values)(state)
         return after, record | notes | self.faults(well_formed, invalid)
 
     def empty_record(self, states: EpisodeState) -> dict:

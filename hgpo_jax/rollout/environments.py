@@ -112,13 +112,14 @@ def webshop_files(folder: str) -> list[Path]:
 
 HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "max_turns"), ("size", "max_turns")
 household = functools.partial(_from_fields, Household, HOUSEHOLD)
+household_milestones = functools.partial(_from_fields, Household, (*HOUSEHOLD, "milestones"))
 household_team = functools.partial(_from_fields, HouseholdTeam, HOUSEHOLD)
 household_plan = functools.partial(_from_fields, HouseholdPlan, HOUSEHOLD)
 household_subgoals = functools.partial(_from_fields, HouseholdSubgoals, HOUSEHOLD)
 sokoban = functools.partial(_from_fields, Sokoban, SOKOBAN)
 
 ENVIRONMENTS = {
-    "household": Environment(HOUSEHOLD, compiled=household, expert=household_expert),
+    "household": Environment((*HOUSEHOLD, "milestones"), compiled=household_milestones, expert=household_expert),
     "household_text": Environment(
         HOUSEHOLD,
         text=functools.partial(_as_text, HouseholdText, household),

@@ -22,6 +22,7 @@ from hgpo_jax.envs.protocol import (
     OwnPrompts,
     Plans,
     Playable,
+    Signals,
     Team,
     TextEnv,
     TextTeam,
@@ -31,7 +32,13 @@ from hgpo_jax.rollout.signals import are_names, declaration_fault, declared, sig
 from hgpo_jax.utils.errors import one_line
 
 # Of each protocol: member -> the optional protocol whose other members it calls for.
-COMPILED_PARTS = {"prompt": OwnPrompts, "roles": Team, "answer_parts": Plans, "expert_action": Expert}
+COMPILED_PARTS = {
+    "prompt": OwnPrompts,
+    "roles": Team,
+    "answer_parts": Plans,
+    "expert_action": Expert,
+    "signals": Signals,
+}
 OPTIONAL: dict[Any, dict[str, Any]] = {
     Playable: COMPILED_PARTS,
     CompiledEnv: COMPILED_PARTS,
@@ -69,7 +76,7 @@ def member_faults(env, protocol: type) -> Iterator[str]:
     roles = getattr(env, "roles", ONE_ROLE)  # they name metrics
     if not are_names(roles) or not roles:
         yield f'{name}: roles is {roles!r:.100}; give different words, as in ("searcher", "carrier")'
-    if protocol is TextEnv and (fault := declaration_fault(env)):
+    if protocol is not BegunTextEnv and (fault := declaration_fault(env)):
         yield f"{name}: {fault}"
     if hasattr(env, "answer_parts"):
         parts, length = env.answer_parts, getattr(env, "action_length", 0)

@@ -28,6 +28,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.requirements import check_compiled, roles_of
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
+from hgpo_jax.rollout.signals import declared
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.utils.errors import ConfigError, RunError
@@ -62,6 +63,7 @@ class CompiledRunner:
       program: the jitted rollout (`rollout.compiled.make_rollout`).
       task_types: names; `Episodes.task` is an index into them.
       roles: names; `Episodes.agents` is an index into them.
+      signals: the names of the environment's signals (`signals.py`).
       end_tokens: the tokens that end a response.
       answer_parts: words of the switch, subgoal and action parts of an answer, if it has them (`envs.protocol.Plans`).
       num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
@@ -69,8 +71,6 @@ class CompiledRunner:
     Raises:
       ConfigError: the environment lacks something (`rollout/requirements.py`).
     """
-
-    signals: tuple[str, ...] = ()  # text environments alone have some
 
     def __init__(
         self,
@@ -86,6 +86,7 @@ class CompiledRunner:
         except ValueError as error:
             raise ConfigError(str(error)) from None
         self.env, self.task_types, self.roles, self._games = env, env.task_types, roles_of(env), games
+        self.signals = declared(env)
         self.answer_parts = tuple(getattr(env, "answer_parts", ()))
         # An argument of the program: compiling thousands of games into it takes longer.
         tables = env.tables if isinstance(env, ListsGames) and games else None

@@ -6,6 +6,8 @@ A text environment or a reward function declares their names before a run begins
 
 The environment's info then has `signals={"format": 1.0, "cost": 0.2}` after every step. The function returns a pair, the reward
 and such a dict, whose values are like rewards: a number for the last turn, or a list with one for each turn.
+
+A compiled environment declares them, too, and computes them from the state after a turn, in `signal_values`.
 """
 
 from __future__ import annotations

@@ -405,6 +405,8 @@ def check_signals(job: Job) -> None:
             f"method={config.method}: needs signals, and neither env.name={config.env.name} nor a reward function has any; "
             "declare them, as hgpo_jax/rollout/signals.py says"
         )
+    if job.method.estimator == "beacon" and names[0] != "milestones":
+        raise ConfigError(f"method={config.method}: the first of the signals {', '.join(names)} must be called milestones")
     if weights and len(weights) != len(names):
         given = ",".join(map(str, weights))
         raise ConfigError(f"advantage.signal_weights={given}: give one for each signal: {', '.join(names) or 'there is none'}")

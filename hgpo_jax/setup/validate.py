@@ -21,7 +21,10 @@ from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError
 
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
-COMPARE_EPISODES = ("dr_mas", "gdpo", "grpo", "reinforce_pp_baseline", "rloo")
+COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gdpo", "grpo", "reinforce_pp_baseline", "rloo")
+
+# Estimators that compare no turns of different roles: they have learned values, or compare whole episodes, or tell roles apart.
+NO_ROLES_TO_TELL_APART = ("dr_mas", "g2rpo", "gae", "himac", "hiper", "reinforce_pp")
 
 
 def check_together(config: Config) -> None:
@@ -44,6 +47,7 @@ def check_together(config: Config) -> None:
     if entry.agent and not (config.policy.source or config.policy.tokenizer):
         raise ConfigError(f"policy.source=: env.name={env.name} needs a language model; give policy=, too")
     _check_method(config, method, entry, rollout_backend)
+    _check_comparison(config, method)
     if config.roles:
         _check_roles(config, role_names(config), method.critic)
     if config.reward.overlong_cache:
@@ -107,6 +111,19 @@ def _check_method(config: Config, method: Method, entry: Environment, rollout_ba
             f"{needing}: needs answers with switch, subgoal and action parts, which env.name={config.env.name} does not "
             "have; give env.name=household_subgoals, or one of your own with answer_parts"
         )
+
+
+def _check_comparison(config: Config, method: Method) -> None:
+    """Checks which episodes and turns a method is to compare."""
+    name, keep, by_role = config.method, config.advantage.keep, config.advantage.by_role
+    if keep != "all" and method.critic:
+        raise ConfigError(f"advantage.keep={keep}: the critic of method={name} learns from all episodes; leave it out")
+    if keep == "informative" and method.dynamic_sampling:
+        raise ConfigError(f"advantage.keep=informative: method={name} keeps no other episodes anyway; leave it out")
+    if by_role and method.estimator in NO_ROLES_TO_TELL_APART:
+        raise ConfigError(f"advantage.by_role=true: method={name} compares no turns of different roles; leave it out")
+    if by_role and len(role_names(config)) == 1:
+        raise ConfigError(f"advantage.by_role=true: env.name={config.env.name} has one role; leave it out")
 
 
 def _check_loss(config: Config, method: Method) -> None:

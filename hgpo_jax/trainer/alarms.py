@@ -127,7 +127,7 @@ def estimator_fault(config: Config, e: Episodes) -> str:
         return ""
     e = jax.device_get(e)
     arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid")}
-    arrays |= episode_arrays(e, name)
+    arrays |= episode_arrays(config, e, name)
     try:
         record = advantages.estimate(name, **arrays, **estimator_options(config, name))
     except ValueError as error:  # the fault is already in the rewards

@@ -148,9 +148,12 @@ def role_advantages(e: Episodes, advantages, roles: tuple[str, ...]) -> dict[str
 
 
 def advantage_metrics(mask, estimate: Estimate) -> dict:
-    """Returns scalars that describe a batch's advantages; mask bool[B, T]."""
+    """Returns scalars that describe a batch's advantages over the steps to learn from; mask bool[B, T], those that happened."""
+    happened = jnp.maximum(mask.sum(), 1)
+    mask = mask if estimate.keep is None else estimate.keep
     steps = jnp.maximum(mask.sum(), 1)
-    metrics = {
+    metrics = {} if estimate.keep is None else {"kept_share": mask.sum() / happened}
+    metrics |= {
         "advantage_abs": jnp.abs(estimate.advantages).sum() / steps,
         "advantage_zero": ((estimate.advantages == 0) & mask).sum() / steps,
     }

@@ -186,7 +186,8 @@ def make_train_step(job: Job):
         estimate = _estimate(job, episodes, batch.values, final_values)
         batch = batch.replace(advantages=_flat(_learned_advantages(job, estimate, episodes, role)))
 
-        learned = happened & ~unfinished if job.config.learner.unfinished == "mask" else happened
+        kept = happened if estimate.keep is None else _flat(estimate.keep)
+        learned = kept & ~unfinished if job.config.learner.unfinished == "mask" else kept
         params, opt_state, metrics = update_policies(state, reference, batch, learned, key, lr_scale, role)
         critic = state.critic
         if critic:
@@ -313,7 +314,7 @@ def _estimate(job: Job, e: Episodes, values, final_values) -> advantages.Estimat
     """
     name = job.method.estimator
     batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
-    arrays = episode_arrays(e, name)
+    arrays = episode_arrays(job.config, e, name)
     if job.method.parts:
         by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
         arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))

@@ -75,6 +75,8 @@ def further_arrays(batch, names):
         "actions": rng.integers(0, 3, shape).astype(np.int32),
         "switches": rng.random(shape) < 0.4,
         "signals": rng.integers(-2, 3, (*shape, 2)).astype(np.float32),
+        "lengths": rng.integers(1, 5, shape).astype(np.int32),
+        "task": rng.integers(0, 2, shape[0]).astype(np.int32),
     }
     for level in ("high_values", "low_values", "term_values"):
         made[level] = rng.normal(size=shape).astype(np.float32)

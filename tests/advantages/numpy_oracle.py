@@ -5,6 +5,7 @@ Each estimator takes a `Steps` and the further arrays of `estimate`, and gives {
 """
 
 import copy
+from statistics import NormalDist
 
 import numpy as np
 
@@ -14,13 +15,19 @@ EPSILON = 1e-6
 class Steps:
     """The batch as lists, one for each trajectory."""
 
-    def __init__(self, rewards, mask, states, groups, invalid):
+    def __init__(self, rewards, mask, states, groups, invalid, by_role=None):
         self.length = [int(sum(row)) for row in mask]
         self.rewards = [[float(x) for x in row[:n]] for row, n in zip(rewards, self.length, strict=True)]
         self.states = [[int(x) for x in row[:n]] for row, n in zip(states, self.length, strict=True)]
         self.groups = [int(x) for x in groups]
         self.invalid = [[bool(x) for x in row[:n]] for row, n in zip(invalid, self.length, strict=True)]
+        self.roles = by_role
         self.all = [(b, t) for b, n in enumerate(self.length) for t in range(n)]
+
+    def peers(self, step):
+        """Steps with the same are compared: their prompt group, or its steps of one role."""
+        b, t = step
+        return self.groups[b] if self.roles is None else (self.groups[b], int(self.roles[b, t]))
 
     def penalty(self, step, size):
         return size if self.invalid[step[0]][step[1]] else 0.0
@@ -81,7 +88,7 @@ def hgpo(
     items = {step: [] for step in data.all}
     for k in range(history_length + 1):
         groups = grouped(
-            data.all, lambda s, k=k: None if data.context(s, k) is None else (data.groups[s[0]], data.context(s, k))
+            data.all, lambda s, k=k: None if data.context(s, k) is None else (data.peers(s), data.context(s, k))
         )
         for members in groups.values():
             for step, advantage in deviations(returns, members, 0, normalize).items():
@@ -114,7 +121,7 @@ def episode_comparison(data, statistics, invalid_penalty, key):
 
 
 def grpo(data, statistics="per_step", normalize="mean_std", invalid_penalty=0.1, agents=None):
-    key = (lambda s: data.groups[s[0]]) if agents is None else (lambda s: (data.groups[s[0]], int(agents[s])))
+    key = data.peers if agents is None else (lambda s: (data.peers(s), int(agents[s])))
     result = {}
     for step, (score, count, deviation, std) in episode_comparison(data, statistics, invalid_penalty, key).items():
         value, scale = (score, 1.0) if count == 1 else (deviation, std)
@@ -127,12 +134,12 @@ def dr_mas(data, agents, statistics="per_step", normalize="mean_std", invalid_pe
 
 
 def rloo(data, statistics="per_step", invalid_penalty=0.1):
-    compared = episode_comparison(data, statistics, invalid_penalty, lambda s: data.groups[s[0]])
+    compared = episode_comparison(data, statistics, invalid_penalty, data.peers)
     return {s: score if count == 1 else count / (count - 1) * deviation for s, (score, count, deviation, _) in compared.items()}
 
 
 def state_group(data):
-    return lambda s: (data.groups[s[0]], data.states[s[0]][s[1]])
+    return lambda s: (data.peers(s), data.states[s[0]][s[1]])
 
 
 def step_part(data, values, normalize):
@@ -210,12 +217,80 @@ def reinforce_pp_baseline(data, statistics="per_step", invalid_penalty=0.1):
     return whitened(grpo(data, statistics, "mean", invalid_penalty))
 
 
+def stream(data, signals, k):
+    """The same steps with signal k in place of the rewards."""
+    result = copy.copy(data)
+    result.rewards = [[float(x) for x in row[:n, k]] for row, n in zip(signals, data.length, strict=True)]
+    return result
+
+
+def dvao(data, signals, signal_weights=(), statistics="per_step", invalid_penalty=0.1):
+    above, spread = dict.fromkeys(data.all, 0.0), dict.fromkeys(data.all, 0.0)
+    streams = [(1.0, data, invalid_penalty)]
+    streams += [(weight, stream(data, signals, k), 0.0) for k, weight in enumerate(signal_weights or [1.0] * signals.shape[-1])]
+    for weight, one, penalty in streams:
+        for step, (_, _, deviation, std) in episode_comparison(one, statistics, penalty, data.peers).items():
+            above[step] += weight * deviation
+            spread[step] += abs(weight) * std
+    return {step: above[step] / (spread[step] + EPSILON) for step in data.all}
+
+
+def adora(
+    data, success, lengths, length_limit=3900, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
+):
+    tokens = [sum(int(x) for x in row[:n]) for row, n in zip(lengths, data.length, strict=True)]
+    result = grpo(data, statistics, normalize, invalid_penalty)
+    for b, t in data.all:
+        group = [i for i, n in enumerate(data.length) if n and data.groups[i] == data.groups[b]]
+        won = [tokens[i] for i in group if success[i]]
+        lost = [tokens[i] for i in group if not success[i] and tokens[i] < length_limit]
+        longer = won and (not lost or max(won) > sum(lost) / len(lost))
+        result[b, t] *= 1.0 if longer else 0.1
+    return result
+
+
+def beacon(
+    data, signals, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean", invalid_penalty=0.1
+):
+    returns, before = {}, {}
+    for b, n in enumerate(data.length):
+        most, milestones = 0, []
+        for t in range(n):
+            before[b, t] = most
+            if signals[b, t, 0] > most:
+                most = int(signals[b, t, 0])
+                milestones.append(t)
+        for t in range(n):
+            ahead = [m for m in milestones if m >= t]
+            returns[b, t] = (10 * gamma ** (ahead[0] - t) if ahead else 0.0) - data.penalty((b, t), invalid_penalty)
+    result = grpo(data, statistics, normalize, invalid_penalty)
+    for members in grouped(data.all, lambda s: (data.peers(s), before[s])).values():
+        for s, advantage in deviations(returns, members, 1, normalize).items():
+            result[s] += step_weight * advantage
+    return result
+
+
+def normal_scores(values, groups):
+    """{b: the mean of the quantiles of a normal distribution at the ranks of the values equal to b's, in its group}."""
+    result = {}
+    for b, value in values.items():
+        rest = sorted(values[i] for i in values if groups[i] == groups[b])
+        places = [j for j, other in enumerate(rest) if abs(other - value) < 1e-9]
+        quantiles = [NormalDist().inv_cdf((j + 0.5) / len(rest)) for j in places]
+        result[b] = sum(quantiles) / len(quantiles)
+    return result
+
+
+def g2rpo(data, task, invalid_penalty=0.1):
+    scores = {b: data.score(b) for b, n in enumerate(data.length) if n}
+    result = normal_scores(normal_scores(scores, data.groups), task)
+    return {s: result[s[0]] - data.penalty(s, invalid_penalty) for s in data.all}
+
+
 def gdpo(data, signals, signal_weights=(), statistics="per_step", invalid_penalty=0.1):
     total = grpo(data, statistics, "mean_std", invalid_penalty)
     for k, weight in enumerate(signal_weights or [1.0] * signals.shape[-1]):
-        stream = copy.copy(data)
-        stream.rewards = [[float(x) for x in row[:n, k]] for row, n in zip(signals, data.length, strict=True)]
-        for step, advantage in grpo(stream, statistics, "mean_std", 0.0).items():
+        for step, advantage in grpo(stream(data, signals, k), statistics, "mean_std", 0.0).items():
             total[step] += weight * advantage
     return whitened(total)
 
@@ -278,7 +353,7 @@ def gagpo(data, gamma=0.95, lam=0.95, normalize="mean_std", invalid_penalty=0.1)
     advantages = temporal(data, state_means(data, gamma), gamma, lam)
     advantages = {s: a - data.penalty(s, invalid_penalty) for s, a in advantages.items()}
     result = {}
-    for members in grouped(data.all, lambda s: data.groups[s[0]]).values():
+    for members in grouped(data.all, data.peers).values():
         result |= deviations(advantages, members, 1, normalize)
     return result
 
@@ -329,8 +404,8 @@ def graphgpo(data, next_states, success, step_weight=1.0, statistics="per_step",
 
 def eb_shrink(data, values, history_length):
     """(b_K by step, tau2 list, s2 list) from the sums as they are written."""
-    keys = [lambda s: (data.groups[s[0]],)]
-    keys += [lambda s, k=k: (data.groups[s[0]], data.padded_context(s, k)) for k in range(history_length + 1)]
+    keys = [lambda s: (data.peers(s),)]
+    keys += [lambda s, k=k: (data.peers(s), data.padded_context(s, k)) for k in range(history_length + 1)]
     mean, size, ssw, s2, number = [], [], [], [], []
     for key in keys:
         found = grouped(data.all, key)
@@ -366,7 +441,7 @@ def eb_gae(data, history_length=2, gamma=0.95, lam=0.65, invalid_penalty=0.1):
 def eb_td_offset(data, gamma):
     """o by step: beta * turn * the prompt group's mean return, beta the slope within level-0 groups."""
     returns = data.returns(gamma)
-    mean = group_means(returns, data.all, lambda s: data.groups[s[0]])
+    mean = group_means(returns, data.all, data.peers)
     x = {(b, t): t * mean[b, t] for b, t in data.all}
     x_mean, return_mean = (group_means(values, data.all, state_group(data)) for values in (x, returns))
     top = sum((x[s] - x_mean[s]) * (returns[s] - return_mean[s]) for s in data.all)

@@ -34,6 +34,13 @@ EXACT = [
     ("graphgpo", {"statistics": "per_trajectory", "step_weight": 0.5}),
     ("pgpo", {}),
 ]
+# Compared like these, but in the slow tests: each takes a second to compile.
+LATER = [
+    ("adora", {"length_limit": 8}),
+    ("beacon", {"normalize": "mean_std", "step_weight": 0.5}),
+    ("dvao", {"signal_weights": (1.3, -0.4)}),
+    ("g2rpo", {}),
+]
 # Differences of means are rounded, and two that happen to be equal in theory may round apart and then be divided by a
 # standard deviation of nearly nothing; continuous rewards have no such coincidences.
 CONTINUOUS = [
@@ -44,6 +51,19 @@ CONTINUOUS = [
     ("pgpo", {"normalize": "mean"}),
     ("hiper", {"lam": 0.6}),
     ("hiper", {"whiten": False, "lam": 1.0}),
+]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in LATER]
+# Comparisons of episodes, of states, of contexts and of actions, for teams whose roles are told apart.
+BY_ROLE = [
+    ("ecpo", {}),
+    ("eb_td", {}),
+    ("gagpo", {"lam": 0.7}),
+    ("gdpo", {}),
+    ("graphgpo", {}),
+    ("hgpo", {"normalize": "mean", "base_group": True}),
+    ("pgpo", {}),
+    ("reinforce_pp_baseline", {}),
+    ("rloo", {"statistics": "per_trajectory"}),
 ]
 RETURNS = {"hgpo", "gigpo", "ecpo", "eb_gae", "eb_td", "gagpo", "pgpo", "reinforce_pp"}  # what these compare
 
@@ -97,7 +117,7 @@ def compare_shrinkage(record, batch):
     close(shrunk, {s: returns[s] - value[s] for s in value}, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize(("name", "options"), EXACT)
+@pytest.mark.parametrize(("name", "options"), EXACT + SLOW)
 @settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_exact_returns(name, options, batch):
@@ -111,8 +131,16 @@ def test_continuous_rewards(name, options, batch):
     compare(name, options, batch)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "options"), BY_ROLE)
+@settings(max_examples=10, deadline=None)
+@given(batch=batches(continuous=True))
+def test_roles_are_told_apart(name, options, batch):
+    compare(name, options, batch | {"by_role": further_arrays(batch, ["agents"])["agents"]})
+
+
 def test_every_estimator_is_compared_and_every_option_has_the_oracles_default():
-    assert {name for name, _ in EXACT + CONTINUOUS} == set(ESTIMATORS)
+    assert {name for name, _ in EXACT + CONTINUOUS + LATER} == set(ESTIMATORS)
     for name in ESTIMATORS:
         arrays, options = parameters(name)
         twin = list(inspect.signature(getattr(numpy_oracle, name)).parameters.values())[1:]
@@ -120,7 +148,7 @@ def test_every_estimator_is_compared_and_every_option_has_the_oracles_default():
         assert defaults == options and set(arrays) == {p.name for p in twin if p.default is p.empty}
 
 
-@pytest.mark.parametrize(("name", "options"), EXACT + CONTINUOUS)
+@pytest.mark.parametrize(("name", "options"), EXACT + CONTINUOUS + SLOW)
 @settings(max_examples=20, deadline=None)
 @given(batch=ordinary())
 def test_advantages_stay_below_100(name, options, batch):

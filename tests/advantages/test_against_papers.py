@@ -225,12 +225,66 @@ def test_the_oracle_of_kpo():
     close(derivative, [[-math.e / 4, 0, 0], [0, 0, 0]])
 
 
+def four(scores):
+    """Episodes of one step, in prompt groups of four."""
+    shape = (len(scores), 1)
+    return {"rewards": np.float32(scores)[:, None], "mask": np.ones(shape, bool), "states": np.zeros(shape, np.int32),
+            "groups": (np.arange(len(scores)) // 4).astype(np.int32)}  # fmt: skip
+
+
+def test_beacon():
+    """Milestones in steps 2 and 4, and in step 1 alone; nobody wins, so that there is no episode part."""
+    fulfilled = np.float32([[0, 1, 0, 2], [1, 1, 0, 1]])  # the first milestone is lost in step 3, and reached again later
+    mask, states = np.ones((2, 4), bool), np.zeros((2, 4), int)
+    batch = {"rewards": 0 * fulfilled, "mask": mask, "states": states, "groups": np.zeros(2, int)}
+    record = estimate("beacon", **batch, signals=fulfilled[..., None], gamma=0.9)
+    np.testing.assert_allclose(record.returns, [[9, 10, 9, 10], [10, 0, 0, 0]], rtol=1e-6)
+    expected = [[-2 / 3, 1 / 3, 5.2, 6.2], [1 / 3, -3.8, -3.8, -3.8]]
+    np.testing.assert_allclose(record.advantages, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_dvao():
+    """Rewards (1, 0, 1, 0) and (.2, .4, .6, .8), weights 1 and 1/2; the numbers are of the population std, sqrt(3/4) less."""
+    signals = np.array([0.2, 0.4, 0.6, 0.8], np.float32)[:, None, None]
+    expected = np.array([0.572079, -0.898982, 0.898982, -0.572079]) * math.sqrt(3 / 4)
+    record = estimate("dvao", **four([1, 0, 1, 0]), signals=signals, signal_weights=(0.5,))
+    np.testing.assert_allclose(record.advantages[:, 0], expected, atol=5e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scores", "lengths", "weight"), [
+    ([2, 0, 0, 0], [900, 500, 700, 4000], 1),  # 900 above 600, the mean of the failures that were not cut
+    ([2, 0, 0, 0], [400, 500, 700, 4000], 0.1),
+    ([0, 0, 0, 1], [900, 500, 700, 900], 1),
+    ([0, 1, 2, 3], [900, 500, 700, 900], 0.1),  # no success
+])  # fmt: skip
+def test_adora(scores, lengths, weight):
+    """By the rule of the authors' code a score is a success from 2 on; the last two cases turn that round."""
+    batch = four(scores)
+    success = batch["rewards"][:, 0] >= 2 if scores[0] else np.full(4, weight == 1)
+    record = estimate("adora", **batch, success=success, lengths=np.int32(lengths)[:, None])
+    np.testing.assert_allclose(record.advantages, weight * estimate("grpo", **batch).advantages, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_g2rpo():
+    expected = [1.534121, -0.766839, -0.766839, 0.157311, 0.687961, 0.687961, -0.766839, -0.766839]
+    for first in ([1, 0, 0, 0.5], [9, -3, -3, 0]):  # any monotone map
+        batch = four([*first, 1, 1, 0, 0])
+        np.testing.assert_allclose(
+            estimate("g2rpo", **batch, task=np.zeros(8, np.int32)).advantages[:, 0], expected, atol=2e-6
+        )
+    # Alone in its task type, a prompt group keeps the order of its first map.
+    alone = estimate("g2rpo", **batch, task=np.arange(8, dtype=np.int32) // 4).advantages[:, 0]
+    np.testing.assert_allclose(alone, [1.150349, -0.734494, -0.734494, 0.318639, *[0.734494] * 2, *[-0.734494] * 2], atol=2e-6)
+
+
 def test_gdpo():
     """Two rewards of four episodes; the reference adds their normalized values with the weights 1 and 1/2, and then whitens."""
     added = np.array([0.329180, -1.223607, 1.223607, -0.329180])
     signals = np.array([0.2, 0.4, 0.6, 0.8], np.float32)[:, None, None]
-    batch = {"rewards": np.float32([[1], [0], [1], [0]]), "mask": np.ones((4, 1), bool), "states": np.zeros((4, 1), np.int32),
-             "groups": np.zeros(4, np.int32), "signals": signals}  # fmt: skip
+    batch = four([1, 0, 1, 0]) | {"signals": signals}
     found = np.asarray(estimate("gdpo", **batch, signal_weights=(0.5,)).advantages)[:, 0]
     np.testing.assert_allclose(found, added / added.std(ddof=1), atol=2e-5)
     swapped = batch | {"rewards": signals[..., 0], "signals": batch["rewards"][..., None]}

@@ -109,7 +109,7 @@ def test_mistakes_in_a_file(tmp_path):
 
 MUON = ["policy=somewhere", "cloning.optimizer=muon"]
 WHOLE_RESPONSES = ("gagpo", "gspo")
-COMPARE_EPISODES = ("grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline")
+COMPARE_EPISODES = ("adora", "g2rpo", "grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline")
 # Fields that do not go together, what is said of them, and fields like these that do.
 TOGETHER = [
     *((["learner.rollout_correction=token", f"method={name}"], f"method={name} weighs whole", [])
@@ -119,6 +119,12 @@ TOGETHER = [
      [MUON, [*MUON, "lora.rank=2", "warm_start=none"]]),
     *((["rollout.group_size=1", f"method={name}"], f"method={name} compares a task's episodes", [])
       for name in COMPARE_EPISODES),
+    (["advantage.keep=valid", "method=ppo"], "the critic of method=ppo learns from all", [["advantage.keep=valid"]]),
+    (["advantage.keep=informative", "method=dapo"], "method=dapo keeps no other", [["advantage.keep=valid", "method=dapo"]]),
+    (["advantage.by_role=true"], "env.name=household has one role",
+     [["advantage.by_role=true", "env.name=household_team", f"method={name}"] for name in ("hgpo", "kpo")]),
+    *((["advantage.by_role=true", "env.name=household_team", f"method={name}"], f"method={name} compares no turns", [])
+      for name in ("dr_mas", "ppo", "reinforce_pp")),
     (["method=hiper"], "which env.name=household does not have", [["method=hiper", "env.name=household_subgoals"]]),
     (["method=hiper", "env.name=household_text"], "which env.name=household_text does not have",
      [["rollout.group_size=1", f"method={name}"] for name in ("hgpo", "gigpo", "ppo", "reinforce_pp")]),
@@ -180,5 +186,7 @@ def test_a_methods_normalization_is_its_papers_unless_it_is_given():
             options[name] = estimator_options(load(None, [f"method={name}"]), method.estimator)["normalize"]
             given = load(None, [f"method={name}", "advantage.normalize=mean"])
             assert estimator_options(given, method.estimator)["normalize"] == "mean"
-    assert {name for name, value in options.items() if value == "mean_std"} == {"dr_mas", "ecpo", "gagpo", "graphgpo", "pgpo"}
+    assert {name for name, value in options.items() if value == "mean_std"} == {
+        "adora", "dr_mas", "ecpo", "gagpo", "graphgpo", "pgpo",
+    }  # fmt: skip
     assert {options[name] for name in ("hgpo", "gigpo", "grpo", "dapo", "gspo", "himac", "kpo")} == {"mean"}

@@ -284,3 +284,19 @@ def test_tasks_without_a_room():
                 message = refusal(tasks=(task,), rooms=(room,))
                 assert message == f"rooms=['{room}']: task '{task}' needs one of {', '.join(rooms)}"
     assert "task 'heat'" in refusal(tasks=["place", "heat"], rooms=["bedroom", "bathroom"])
+
+
+@pytest.mark.slow
+def test_milestones_are_reached_one_by_one_up_to_the_win():
+    """The expert neither skips nor lacks a predicate of the goal."""
+    env, record, live = recorded(FULL, ALONE)
+    count = quick_jit(jax.vmap(jax.vmap(env.signal_values)))
+    states = jax.tree.map(lambda states, last: np.concatenate([states, last[:, None]], 1), record["state"], record["final"])
+    values = np.asarray(count(states))[..., 0]
+    most = np.array([{"place": 2, "look": 2, "two": 4}.get(task, 3) for task in world.TASKS])[record["final"].task]
+    won = live & (record["reward"] > 0)
+    assert not values[:, 0].any() and won.any(1).mean() > 0.5
+    assert ((values[:, 1:] == most[:, None]) == won)[live].all()
+    risen = np.diff(np.maximum.accumulate(values, axis=1), axis=1)
+    assert (risen[live] <= 1).all()
+    assert set(most[won.any(1)]) == {2, 3, 4}

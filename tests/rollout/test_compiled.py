@@ -39,6 +39,7 @@ class Ring:
     """
 
     observation_length, goal_length, action_length, max_turns = 2, 2, 2, 10
+    signals = ("cell", "turns")
 
     def reset(self, key):
         cell, away = jax.random.randint(key, (2,), 0, jnp.array([CELLS, CELLS - 1]))
@@ -57,6 +58,9 @@ class Ring:
 
     def won(self, state):
         return state.cell == state.goal
+
+    def signal_values(self, state):
+        return jnp.stack([state.cell, state.turn]).astype(jnp.float32)
 
     def _observe(self, state, moved):
         return jnp.stack([state.cell + 1, moved])
@@ -115,6 +119,13 @@ def test_replaying_the_responses_gives_the_same_episodes(episodes):
     assert 0.05 < e.invalid[e.mask].mean() < 0.95
     assert len(np.unique(e.responses[e.mask], axis=0)) > 20
     assert len(np.unique(e.response_lengths[e.mask])) == A + 1
+
+
+def test_signals_are_those_of_the_state_after_each_turn(episodes):
+    e = episodes
+    later = e.mask[:, 1:]
+    np.testing.assert_array_equal(e.signals[:, :-1, 0][later], e.observations[:, 1:, 0][later] - 1)
+    np.testing.assert_array_equal(e.signals[..., 1], np.where(e.mask, np.arange(1, T + 1), 0))
 
 
 def test_an_episode_goes_on_as_it_went(episodes):

@@ -185,6 +185,9 @@ def test_what_does_not_fit_together_is_refused_before_a_run(job):
         check_signals(job(signals=("polite",)))
     with refused("advantage.signal_weights=1.0,2.0: give one for each signal: format, cost, polite", ConfigError):
         check_signals(job("advantage.signal_weights=1,2"))
+    with refused("method=beacon: the first of the signals format, cost, polite must be called milestones", ConfigError):
+        check_signals(job("method=beacon"))
+    check_signals(job("method=beacon", signals=("milestones", "cost")))
     with refused("signals is 'polite'; give different words", ConfigError):
         job(function="one_word")
     with refused("signals are for text episodes; env.name=household is compiled", ConfigError):

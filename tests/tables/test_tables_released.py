@@ -45,6 +45,8 @@ RELEASED = {
     "advantage.alpha": 1.0,  # H algorithm.hgpo.length_weight_alpha
     "advantage.history_length": None,  # that of the prompt
     "advantage.signal_weights": (),  # there are no signals
+    "advantage.keep": "all",  # no filter
+    "advantage.by_role": False,  # one role
     "advantage.lam": None,  # of estimators that read it, D algorithm.lam for ppo
     "advantage.invalid_penalty": 0.1,  # H actor.invalid_action_penalty_coef
     "learner.lr": 1e-6,  # H actor.optim.lr, for 7B on ALFWorld D
@@ -112,10 +114,10 @@ METHOD = {
 }
 # Other environments' and methods' fields, places, speed, and what is written: no result depends on them here.
 ELSEWHERE = (
-    "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.size", "env.options", "env.template",
-    "env.data", "env.generated", "env.workers", "env.time_limit", "env.command", "env.failed", "env.num_held_out_tasks",
-    "lora.alpha", "lora.targets", "rollout.decode_batch_size", "cloning.", "learner.microbatch_size", "learner.remat",
-    "learner.offload", "evaluation.every", "roles", "log.",
+    "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.milestones", "env.size",
+    "env.options", "env.template", "env.data", "env.generated", "env.workers", "env.time_limit", "env.command", "env.failed",
+    "env.num_held_out_tasks", "lora.alpha", "lora.targets", "rollout.decode_batch_size", "cloning.",
+    "learner.microbatch_size", "learner.remat", "learner.offload", "evaluation.every", "roles", "log.",
     *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
 )  # fmt: skip
 CELLS = planning.cells(PLAN)

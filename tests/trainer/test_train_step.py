@@ -177,6 +177,20 @@ def test_the_tokens_of_answers_that_were_cut_can_be_left_out_and_their_steps_sti
 
 
 @pytest.mark.slow
+def test_steps_that_a_filter_drops_leave_sums_and_counts(episodes):
+    """Half of the prompt groups score the same."""
+    e = episodes.replace(rewards=np.where(episodes.groups[:, None] % 2, episodes.rewards, 0))
+    state, metrics, _ = learn(e, "advantage.keep=informative")
+    record = estimated(e, "hgpo", keep="informative")
+    kept = np.asarray(record.keep)
+    assert 0 < kept.sum() < e.mask.sum() and metrics["kept_share"] == pytest.approx(kept.sum() / e.mask.sum())
+    tokens = (np.arange(R) < e.response_lengths[e.mask][:, None]) & kept[e.mask][:, None]
+    A = np.asarray(record.advantages)[e.mask]
+    assert_first_gradient(state, e, A[:, None] * tokens / tokens.sum())
+    assert metrics["advantage_abs"] == pytest.approx(np.abs(A).sum() / kept.sum())
+
+
+@pytest.mark.slow
 def test_hipers_first_gradient_gives_every_token_its_parts_advantage(episodes):
     """A planner's token is credited where its answer begins a segment alone, and the end of an answer with its action."""
     e, happened = episodes, episodes.mask
