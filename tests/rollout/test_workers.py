@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from odd_env import ODD, WRONG, Counting, broken, dying
+from odd_env import ODD, WRONG, Counting, Unreachable, broken, dying
 
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.shared_workers import SharedWorkers
@@ -173,20 +173,6 @@ def test_an_environment_that_cannot_be_made_is_refused(make, message):
     if make is broken:
         with pytest.raises(ConfigError, match="games"):
             SharedWorkers(lambda: LocalWorkers(make))
-
-
-class Unreachable(Counting):
-    """Cannot be made while there is such a file; what dies makes it."""
-
-    def __init__(self, file):
-        self.file = file
-        if file.exists():
-            raise ConnectionError("its server is down")
-
-    def step(self, action):
-        if action == "die":
-            self.file.touch()
-        return super().step(action)
 
 
 def test_a_worker_that_cannot_be_replaced_ends_the_run(tmp_path):
