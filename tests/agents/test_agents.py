@@ -59,7 +59,7 @@ def expected(tmp_path_factory):
     template.write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
     rollout = HostRollout(
         Guess, ChatFormat(ChatFrame(policy().tokenizer), str(template), 128), {SHARED: policy().graphdef}, mesh_of(),
-        TextSettings(batch=B, history_length=0, response_limit=9, decode_batch_size=4, strict=True),
+        TextSettings(batch=B, history_length=0, response_limit=9, decode_batch_size=B, strict=True),
     )  # fmt: skip
     return rollout({SHARED: policy().params}, TASKS, KEYS, GROUPS, DECODING)
 
