@@ -40,12 +40,16 @@ def pytest_collection_finish():
     gc.set_threshold(200_000, 20, 100)
 
 
-# Files that take minutes each. One that began last would leave the other processes idle (pytest-xdist keeps this
-# order with `--no-loadscope-reorder` only).
+# The longest files: first those whose slow tests take minutes, then those whose quick ones take ten seconds and more. One that
+# began last would leave the other processes idle. What test_train.py compiles test_python_api.py finds in the cache.
 LONGEST = (
-    "test_tpu.py", "test_runs.py", "test_user_code.py", "test_notebooks.py", "test_tables_run.py", "test_distributed.py",
-    "test_text_training.py", "test_methods.py", "test_examples.py", "test_host_agreement.py", "test_memory.py", "test_train.py",
-    "test_policies.py",
+    "test_text_training.py", "test_runs.py", "test_tpu.py", "test_bfloat16.py", "test_tables_gradients.py",
+    "test_distributed.py", "test_train.py", "test_methods.py", "test_notebooks.py", "test_alfworld_device_text.py",
+    "test_user_code.py", "test_examples.py", "test_tables_run.py", "test_host_agreement.py", "test_memory.py",
+    "test_policies.py", "test_slots.py", "test_agents.py", "test_train_step.py", "test_update.py", "test_workers.py",
+    "test_qwen2.py", "test_compiled.py", "test_roles.py", "test_household_roles.py", "test_served.py", "test_python_api.py",
+    "test_lora.py", "test_attention.py", "test_gguf.py", "test_household.py", "test_sessions.py", "test_generate.py",
+    "test_host.py",
 )  # fmt: skip
 
 

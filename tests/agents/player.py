@@ -53,6 +53,7 @@ if __name__ == "__main__":
             sys.exit("it is broken\n")
         case "hangs":
             ask("hello")
+            Path(NAME).touch()
             time.sleep(600)
         case "leaves":
             ask("hello")

@@ -11,11 +11,23 @@ import numpy as np
 import pytest
 
 import hgpo_jax
+from hgpo_jax.setup import job
+from hgpo_jax.trainer import main
 from tests.helpers.byte_policy import byte_policy
+from tests.helpers.tiny import mesh_of
 from tests.helpers.training import TINY
 
 pd = pytest.importorskip("pandas")
 FIELDS = dict(field.split("=") for field in TINY)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_device():
+    """Runs of test_train.py's programs, which are then compiled once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (job, main):
+            patch.setattr(module, "job_mesh", lambda config: mesh_of())
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import pytest
 
 from hgpo_jax.config import load
+from hgpo_jax.envs.webshop.synthetic import write_catalogue
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer, template_of
@@ -54,9 +55,13 @@ def test_the_prompt_is_the_bare_facts_and_the_response_the_command(config):
     assert parsed == (" say azure", "say azure", True)
 
 
-@pytest.mark.parametrize(("name", "action"), [("./colours.py:Colours", "Answer[Paris]"), ("sokoban_text", "answer[paris]")])
-def test_answers_keep_their_capitals_where_the_original_does_not_take_them(name, action, config):
-    given = config(f"env.name={name}", "env.template=text")
+@pytest.mark.parametrize(("name", "action"), [("./colours.py:Colours", "Answer[Paris]"), ("webshop", "answer[paris]")])
+def test_answers_keep_their_capitals_where_the_original_does_not_take_them(name, action, config, tmp_path):
+    items, attributes = write_catalogue(tmp_path, 200, vocabulary=500)
+    items.rename(tmp_path / "items_shuffle.json")
+    attributes.rename(tmp_path / "items_ins.json")
+    of_webshop = [f"data={tmp_path}"] if name == "webshop" else []
+    given = config(f"env.name={name}", "env.template=text", "rollout.response_limit=64", *of_webshop)
     tokenizer, found, mesh = fresh_tokenizer(given), environment(given.env), mesh_of("data=1")
     model = workload_of(configs_by_policy(given)[""], mesh).model
     form = TextRunner(given, found, *found.text(given), {"": model}, tokenizer, mesh).train._format

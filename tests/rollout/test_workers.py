@@ -6,11 +6,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from odd_env import ODD, WRONG, Counting, broken, dying
+from odd_env import ODD, WRONG, Counting, Unreachable, broken, dying
 
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.shared_workers import SharedWorkers
@@ -126,9 +125,7 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
             0: ["add 1", "add 1", "add 1"], 1: ["add 1", "die", "add 1"], 2: ["add 1", "add 1", "add 1"],
             4: ["add 1", "garbage", "add 1"], 5: ["add 5", "add 5", "hang"], 6: ["add 1", "add 5", "add 1"],
         }  # fmt: skip
-        began = time.monotonic()
         outputs = play(workers, script, dict.fromkeys(script, 2))
-        assert time.monotonic() - began > 2
         assert outputs[4][-1].reason.startswith("no answer: UnpicklingError") and len(outputs[4]) == 3
         assert outputs[1][-1] == EnvFailure("its worker process died: action 'die' in task 2") and len(outputs[1]) == 3
         assert outputs[5][-1] == EnvFailure("no answer in 2 s: action 'hang' in task 2") and len(outputs[5]) == 4
@@ -149,20 +146,20 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
     assert not any(process.is_alive() for process in processes)
 
 
-@pytest.mark.parametrize(("begin", "seconds"), [([], (0.5, 3)), (["add 1"], (1, 4))])
-def test_an_environment_that_hangs_everywhere_ends_the_run(begin, seconds):
+@pytest.mark.parametrize(("begin", "before"), [([], 1), (["add 1"], 3)])
+def test_an_environment_that_hangs_everywhere_ends_the_run(begin, before):
     """After one limit, or two where it has worked before; once it took as many as there were episodes."""
-    workers = ProcessWorkers(Counting, 2, 20, time_limit=0.5)
+    workers = ProcessWorkers(Counting, 2, 20)
     try:
         for actions in ((), tuple(begin)):
             workers.send([(episode, episode, actions) for episode in range(20)])
             assert len(list(workers.receive(20))) == 20
-        began = time.monotonic()
+        for worker in workers._workers:
+            worker._time_limit = 0.1  # which nothing has to keep from here on
         workers.send([(episode, episode, (*begin, "hang")) for episode in range(20)])
-        said = r"^env\.time_limit=0.5: no answer in 0.5 s: action 'hang' in task \d+, and [13] times before .* more time$"
-        with pytest.raises(RunError, match=said):
+        said = r"^env\.time_limit=60: no answer in 0.1 s: action 'hang' in task \d+, and {} times before .* more time$"
+        with pytest.raises(RunError, match=said.format(before)):
             list(workers.receive(20))
-        assert seconds[0] <= time.monotonic() - began
     finally:
         workers.close()
 
@@ -176,20 +173,6 @@ def test_an_environment_that_cannot_be_made_is_refused(make, message):
     if make is broken:
         with pytest.raises(ConfigError, match="games"):
             SharedWorkers(lambda: LocalWorkers(make))
-
-
-class Unreachable(Counting):
-    """Cannot be made while there is such a file; what dies makes it."""
-
-    def __init__(self, file):
-        self.file = file
-        if file.exists():
-            raise ConnectionError("its server is down")
-
-    def step(self, action):
-        if action == "die":
-            self.file.touch()
-        return super().step(action)
 
 
 def test_a_worker_that_cannot_be_replaced_ends_the_run(tmp_path):

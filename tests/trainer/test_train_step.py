@@ -141,6 +141,7 @@ CASES = {
         e, "graphgpo", success=e.success, next_states=e.next_states, normalize="mean_std"
     )),
     "dr_mas": ((), "token-mean", lambda e: estimated(e, "dr_mas", agents=e.agents, normalize="mean_std")),
+    "eb_gae": ((), "token-mean", lambda e: estimated(e, "eb_gae")),
     "ppo": ((), "token-mean", lambda e: estimated(e, "gae", **fresh_critic("values"))),
 }
 
@@ -162,10 +163,13 @@ def test_the_first_gradient_is_that_of_reinforce(episodes, method):
     assert max(jax.tree.leaves(moved)) > 1e-5
 
 
-@pytest.mark.parametrize("method", ["hgpo", pytest.param("ppo", marks=pytest.mark.slow)])
+CUT = "learner.unfinished=mask"
+
+
+@pytest.mark.parametrize("method", ["eb_gae", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_the_tokens_of_answers_that_were_cut_can_be_left_out_and_their_steps_still_count(episodes, method):
     e, happened, lengths = episodes, episodes.mask, episodes.response_lengths[episodes.mask]
-    state, metrics, _ = learn(e, f"method={method}", "learner.unfinished=mask")
+    state, metrics, _ = learn(e, f"method={method}", CUT)
     cut = ~np.isin(e.responses[happened][np.arange(len(lengths)), lengths - 1], ENDS)
     assert 2 < cut.sum() < len(cut) - 2 and metrics["unfinished_share"] == pytest.approx(cut.mean())
     A, tokens = np.asarray(CASES[method][2](e).advantages)[happened], (np.arange(R) < lengths[:, None]) & ~cut[:, None]
@@ -231,7 +235,7 @@ def test_what_is_said_of_the_advantages(episodes):
         peers = (np.asarray(record.level_sizes)[e.mask][:, level] > 1).mean()
         assert 0 < peers < 1
         assert metrics[f"peers/level{level}"] == pytest.approx(peers)
-    _, metrics, _ = learn(e, "method=eb_gae")
+    _, metrics, _ = learn(e, "method=eb_gae", CUT)  # which are the same for all tokens
     stats = estimated(e, "eb_gae").stats
     assert len(set(stats["tau2"].tolist())) > 1
     assert metrics["hierarchy/rho"] == pytest.approx(float(stats["rho"]), rel=1e-4)

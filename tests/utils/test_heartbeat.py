@@ -214,5 +214,5 @@ def test_the_thread_reports_by_itself_and_ends(monkeypatch, capsys):
     before = threading.active_count()
     with Heartbeat("work"):
         assert threading.active_count() == before + 1
-        assert reported.wait(10)
+        assert reported.wait(60)
     assert threading.active_count() == before
