@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from hgpo_jax.sampling.generate import Decoding, buckets, well_filled
-from hgpo_jax.sampling.held_prefixes import HeldPrefixes
+from hgpo_jax.sampling.held_prefixes import HeldPrefixes, Match
 from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.sampling.slots import MAX_STEPS, Continued, NewPrompts
 
@@ -41,12 +41,11 @@ class SlotRequest(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The tokens from `begin` to `end` of a prompt; what comes before them is in `source`, and all goes into `slot`."""
+    """The tokens from `begin` to `end` of a prompt, which go into a slot that holds what comes before them."""
 
     request: SlotRequest
     shard: int
-    source: int  # a slot of the shard, as is the next
-    slot: int
+    slot: int  # of the shard
     begin: int
     end: int
 
@@ -283,21 +282,32 @@ class SlotSampler:
             if not match or match.length < PIECES[0] or sum(widths) >= self._width(len(request.ids)):
                 others.append(request)
                 continue
+            if match.source != match.slot:
+                self._extend(batch_width, batch)  # which may be what the source is to hold
+                batch = []
+                self._copy_row(match)
             self._begin(match.shard, match.slot, request)
             self.reused_tokens += match.length
-            source, begin = match.source, match.length
+            begin = match.length
             for width in widths:
-                waits = any((match.shard, source) == (other.shard, other.slot) for other in batch)
+                waits = any((match.shard, match.slot) == (other.shard, other.slot) for other in batch)
                 full = sum(match.shard == other.shard for other in batch) == self._sizes[0]
-                if batch and (waits or full or width != batch_width):
+                if waits or full or width != batch_width:
                     self._extend(batch_width, batch)
                     batch = []
                 end = min(begin + width, len(request.ids))
-                batch.append(Piece(request, match.shard, source, match.slot, begin, end))
-                source, begin, batch_width = match.slot, end, width
-        if batch:
-            self._extend(batch_width, batch)
+                batch.append(Piece(request, match.shard, match.slot, begin, end))
+                begin, batch_width = end, width
+        self._extend(batch_width, batch)
         return others
+
+    def _copy_row(self, match: Match) -> None:
+        """Copies what the match's source holds to its slot."""
+        assert self._state is not None
+        slots = len(self._requests[0])
+        source, rows = np.full((2, len(self._requests)), slots, np.int32)  # a row beyond the last is not written
+        source[match.shard], rows[match.shard] = match.source, match.slot
+        self._state = self._state.replace(cache=self._programs("copy", self._shape(), self._state.cache, None, source, rows))
 
     def _widths_of_pieces(self, length: int) -> list[int]:
         """Lists the widths of the pieces that compute so many tokens, each filled to more than half if there is a choice."""
@@ -309,9 +319,11 @@ class SlotSampler:
 
     def _extend(self, width: int, pieces: list[Piece]) -> None:
         """Computes pieces of up to `width` tokens, and begins the response after the last one of a prompt."""
+        if not pieces:
+            return
         shards, slots, count = len(self._requests), len(self._requests[0]), self._sizes[0]
         tokens = np.zeros((shards, count, width), np.int32)
-        begin, source, turn = np.zeros((3, shards, count), np.int32)
+        begin, turn = np.zeros((2, shards, count), np.int32)
         lengths, slot = np.ones((shards, count), np.int32), np.full((shards, count), slots, np.int32)
         episode = np.full((shards, count), -1, np.int32)
         rows: list[list[SlotRequest | None]] = [[None] * count for _ in range(shards)]
@@ -320,7 +332,7 @@ class SlotSampler:
                 request, length = piece.request, piece.end - piece.begin
                 tokens[shard, i, :length] = request.ids[piece.begin : piece.end]
                 lengths[shard, i], begin[shard, i] = length, piece.begin
-                source[shard, i], slot[shard, i], rows[shard][i] = piece.source, piece.slot, request
+                slot[shard, i], rows[shard][i] = piece.slot, request
                 episode[shard, i], turn[shard, i] = request.episode, request.turn
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
         of_rows = [request for some in rows for request in some]
@@ -328,8 +340,9 @@ class SlotSampler:
             "extend",
             f"{episode.size} prompts by {width} tokens in {self._shape()}",
             self._params,
+            self._blocks,
             self._state,
-            Continued(flat(tokens), flat(lengths), flat(begin), flat(source), flat(slot), self._limits(of_rows)),
+            Continued(flat(tokens), flat(lengths), flat(begin), flat(slot), self._limits(of_rows)),
             self.keys,
             flat(np.maximum(episode, 0)),
             flat(turn),
@@ -364,6 +377,7 @@ class SlotSampler:
             "prefill",
             shape,
             self._params,
+            self._blocks,
             self._state,
             NewPrompts(flat(tokens), flat(lengths), flat(source), flat(slot), self._limits(rows)),
             self.keys,
