@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import os
 import socket
 from pathlib import Path
@@ -94,6 +95,7 @@ def _load(args: argparse.Namespace) -> tuple[Policy, Engine]:
         prompt_limit=prompt_limit,
         response_limit=args.response_limit,
         waiting_limit=args.waiting,
+        store=args.store * 2**20,
     )
     return policy, engine
 
@@ -118,7 +120,8 @@ def _serve(name: str, api: Any, engine: Engine, listening: socket.socket) -> Non
             engine.warm_up(*shape)
             progress.update(1, {"prompts of": f"{shape[0]} tokens"})
     host, port = listening.getsockname()[:2]
-    print(f"{name} is served at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it", flush=True)
+    url, size = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1", f"{engine.cache_bytes / 2**20:,.0f} MiB"
+    print(f"{name} is served at {url}, with caches of {size}; Ctrl-C ends it", flush=True)
     server.run(sockets=[listening])
 
 
@@ -135,6 +138,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--response-limit", type=whole_number, default=512, metavar="N", help="tokens of the longest answer; default: 512"
+    )
+    p.add_argument(
+        "--store",
+        type=functools.partial(whole_number, low=0),
+        default=0,
+        metavar="MIB",
+        help="memory for what conversations have read once others take their slots; default: 0",
     )
     p.add_argument("--time-limit", type=cli.positive, default=300.0, metavar="S", help="seconds of a request; default: 300")
     p.add_argument("--record", type=cli.local_path, metavar="FOLDER", help="record sessions in it, as Episodes")

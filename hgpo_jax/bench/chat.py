@@ -3,7 +3,8 @@
     python -m hgpo_jax.bench chat --policy SmolLM2-135M --turns 10 --against transformers
 
 Each turn adds a message of random tokens and an answer with random weights. The first tokens are as many as a server sends at
-once. The peer keeps its cache by hand. Nothing is compiled during the timing.
+once, and by default an answer has no others: they would only take time. The peer keeps its cache by hand. Nothing is compiled
+during the timing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--turns", type=functools.partial(whole_number, low=2), default=10, help="turns of the chat; default 10"
     )
     parser.add_argument("--message", type=whole_number, default=100, help="tokens that each turn adds; default 100")
-    parser.add_argument("--response", type=whole_number, default=32, help="tokens of an answer; default 32")
+    parser.add_argument("--response", type=whole_number, default=MIN_STEPS, help=f"tokens of an answer; default {MIN_STEPS}")
 
 
 def run(args: argparse.Namespace) -> list[dict]:

@@ -174,7 +174,7 @@ class Programs:
         with jax.set_mesh(self._mesh):
             prompts = NewPrompts(self._prompts, row, row, row, row)
             inputs = self._free_slots(), prompts, self._keys, row, row, Decoding()
-            return self._slots.lower("prefill", self._compute, *inputs)
+            return self._slots.lower("prefill", self._compute, None, *inputs)
 
     def _decode(self):
         with jax.set_mesh(self._mesh):

@@ -1,5 +1,5 @@
 """Causal attention: from queries at given slots (`attend`), from all slots (`attend_all`, on TPUs by splash, on GPUs by
-cuDNN), and from one token to a cache (`decode_attention`).
+cuDNN), and to a cache from one token (`decode_attention`) or several (`extend_attention`).
 
 Shape suffixes: the dimension letters of `hgpo_jax`, and r = H / G query heads that share a key-value head.
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.policy.kv_cache import KVCache
+from hgpo_jax.policy.kv_cache import KVCache, on_each_device
 from hgpo_jax.policy.mesh import all_auto_axes, auto_axes
 
 MAX_SCORES = 2**28  # 1 GB in float32, over the devices of fsdp and tensor together
@@ -59,26 +59,47 @@ def attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ, start_BQ=None, *, max_scores: int =
 def decode_attention(q_BHE, cache: KVCache, position_B, needed):
     """Computes attention from one query per row, at `position`, to the slots of a cache not after it: [B, H, E].
 
-    Reads as many parts of the cache as hold the first `needed` slots, i32[]: what decoding reads decides how long it takes. A
-    row with a position beyond, whose result nobody needs, gets an arbitrary one. Keys and values have the layout that the
-    products read fastest: the slots, which are many, come last in scores and keys.
+    Reads the parts of the cache that are `needed`: what decoding reads decides how long it takes. A row with a position beyond,
+    whose result nobody needs, gets an arbitrary one. Keys and values have the layout that the products read fastest: the slots,
+    which are many, come last in scores and keys.
     """
     B, H, E = q_BHE.shape
     G = cache.keys[0].shape[1]
 
-    def attend_to_parts(count, q_BHE, cache, position_B):
-        keys, values = ([part.astype(q_BHE.dtype) for part in parts[:count]] for parts in (cache.keys, cache.values))
-        ends = cache.ends[:count]
+    def attend_to_parts(q_BHE, cache, position_B):
+        keys, values = ([part.astype(q_BHE.dtype) for part in parts] for parts in (cache.keys, cache.values))
         q_BGrE = q_BHE.reshape(B, G, H // G, E)
         scores_BGrC = jnp.concatenate([jnp.matmul(q_BGrE, k, preferred_element_type=jnp.float32) for k in keys], -1) * E**-0.5
-        visible_B11C = (jnp.arange(ends[-1]) <= position_B[:, None])[:, None, None]
+        visible_B11C = (jnp.arange(cache.ends[-1]) <= position_B[:, None])[:, None, None]
         weights_BGrC = jax.nn.softmax(jnp.where(visible_B11C, scores_BGrC, -jnp.inf)).astype(q_BHE.dtype)
-        weights = jnp.split(weights_BGrC, ends[:-1], -1)
+        weights = jnp.split(weights_BGrC, cache.ends[:-1], -1)
         outs = [jnp.matmul(w, v, preferred_element_type=jnp.float32) for w, v in zip(weights, values, strict=True)]
         return functools.reduce(jnp.add, outs).astype(q_BHE.dtype).reshape(B, H, E)
 
-    reads = [functools.partial(attend_to_parts, count) for count in range(1, len(cache.ends) + 1)]
-    return jax.lax.switch(jnp.searchsorted(jnp.array(cache.ends), needed), reads, q_BHE, cache, position_B)
+    return _with_needed_parts(attend_to_parts, needed, q_BHE, cache, position_B)
+
+
+def extend_attention(q_BQHE, cache: KVCache, rows_B, slots_BQ, needed):
+    """Computes attention from queries at `slots` to the slots not after them in the `rows` of a cache: [B, Q, H, E].
+
+    Reads the parts of the cache that are `needed`. rows: counted within a device's part.
+    """
+
+    def attend_to_parts(q_BQHE, cache, rows_B, slots_BQ):
+        k_BSGE, v_BSGE = on_each_device(KVCache.take, cache, rows_B).as_prompt()
+        return attend(q_BQHE, k_BSGE, v_BSGE, slots_BQ)
+
+    return _with_needed_parts(attend_to_parts, needed, q_BQHE, cache, rows_B, slots_BQ)
+
+
+def _with_needed_parts(attention, needed, q, cache: KVCache, *args):
+    """Calls `attention(q, cache, *args)` with as many parts of the cache as hold the first `needed` slots, i32[]."""
+
+    def attend_to(count, q, cache, *args):
+        return attention(q, KVCache(cache.keys[:count], cache.values[:count]), *args)
+
+    reads = [functools.partial(attend_to, count) for count in range(1, len(cache.ends) + 1)]
+    return jax.lax.switch(jnp.searchsorted(jnp.array(cache.ends), needed), reads, q, cache, *args)
 
 
 def attend_all(q_BSHE, k_BSGE, v_BSGE, start_BS=None):

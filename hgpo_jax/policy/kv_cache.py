@@ -127,10 +127,14 @@ class KVCache(struct.PyTreeNode):
 
         return self.map(put, prompts)
 
-    def insert_at(self, tokens: KVCache, begin, lengths) -> KVCache:
-        """Writes the first `lengths` i32[B] slots of each row of another cache from slot `begin` i32[B] on, on one device."""
+    def insert_at(self, tokens: KVCache, row, begin, lengths) -> KVCache:
+        """Writes the first `lengths` i32[n] slots of each row of another cache to the rows `row` i32[n] among those that a
+        device has, from slot `begin` i32[n] on.
+
+        A row outside the cache is not written.
+        """
         slot = jnp.arange(tokens.ends[-1])
-        rows, heads = jnp.arange(begin.shape[0])[:, None, None], jnp.arange(tokens.keys[0].shape[1])[:, None]
+        rows, heads = row[:, None, None], jnp.arange(tokens.keys[0].shape[1])[:, None]
 
         def put(part, slots, first, new):
             at = begin[:, None] + slot - first

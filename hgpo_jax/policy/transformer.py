@@ -10,8 +10,8 @@ There are three entry points with one set of weights:
 
 * `hidden(tokens, predict_slots, segment_start)`: training. The last block computes its queries and feed-forward only at
   `predict_slots`, where the logits are needed; for short responses to long prompts that saves nearly the whole block.
-* `prefill(tokens, last, cache_length)`, `extend(tokens, begin, lengths, cache)` and `decode(token, position, cache, blocks)`:
-  sampling, one KVCache per layer.
+* `prefill(tokens, last, cache_length)`, `extend(tokens, begin, lengths, cache, rows, blocks)` and `decode(token, position,
+  cache, blocks)`: sampling, one KVCache per layer.
 
 Shapes are written in the dimension letters of `hgpo_jax`.
 Source: technical reports of Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388) and Llama 3 (arXiv 2407.21783); the weights'
@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hgpo_jax.policy.attention import attend, attend_all, decode_attention
+from hgpo_jax.policy.attention import attend, attend_all, decode_attention, extend_attention
 from hgpo_jax.policy.kv_cache import KVCache, on_each_device
 from hgpo_jax.policy.mesh import constrain, max_across_devices
 from hgpo_jax.policy.model_config import ModelConfig
@@ -152,6 +152,7 @@ class Block(nnx.Module):
         position=None,
         needed=None,
         lengths=None,
+        rows=None,
         predict_slots=None,
         segment_start=None,
     ):
@@ -162,7 +163,7 @@ class Block(nnx.Module):
         cache: x is then one token per row, whose key and value are first written into it at slot `position` i32[B]; the cache
           is returned in place of keys and values.
         needed: i32[], the slots of the cache to read at least.
-        lengths: i32[B]; x is then that many tokens per row, which go into the cache from `position` on.
+        lengths: i32[B]; x is then that many tokens per row, which go into the cache's `rows` i32[B] from `position` on.
         """
         y = self.input_layernorm(x)
         kv = keys, values = self.self_attn.keys_values(y, rope)
@@ -171,24 +172,23 @@ class Block(nnx.Module):
             x, y, rope, segment_start = jax.tree.map(at, (x, y, rope, segment_start))
         # Decoding reads all weights for a few tokens: the tokens' hidden dimension is split like the weights', which then stay
         # in place. Elsewhere the weights of one layer at a time are gathered for the split rows.
-        rows, hidden = (None, "embed") if cache is not None and lengths is None else ("batch", None)
+        batch, hidden = (None, "embed") if cache is not None and lengths is None else ("batch", None)
         q = self.self_attn.queries(y, rope)
         if cache is not None and lengths is None:
             kv = cache.write(keys[:, 0], values[:, 0], position)
             y = decode_attention(q[:, 0], kv, position, needed)[:, None]
         elif cache is not None:
-            kv = on_each_device(KVCache.insert_at, cache, KVCache.of(keys, values), position, lengths)
+            kv = on_each_device(KVCache.insert_at, cache, KVCache.of(keys, values), rows, position, lengths)
             slots = jnp.arange(keys.shape[1])[None] if predict_slots is None else predict_slots
-            all_keys, all_values = kv.as_prompt()
-            y = attend(q, all_keys, all_values, position[:, None] + slots)
+            y = extend_attention(q, kv, rows, position[:, None] + slots, needed)
         elif predict_slots is None:
             y = attend_all(q, keys, values, segment_start)
         else:
             y = attend(q, keys, values, predict_slots, segment_start)
-        y = constrain(y.reshape(*y.shape[:2], -1), rows, None, "heads")
-        x = constrain(x + self.self_attn.o_proj(y), rows, None, hidden)
+        y = constrain(y.reshape(*y.shape[:2], -1), batch, None, "heads")
+        x = constrain(x + self.self_attn.o_proj(y), batch, None, hidden)
         x = x + self.mlp(self.post_attention_layernorm(x))
-        return constrain(x, rows, None, hidden), kv
+        return constrain(x, batch, None, hidden), kv
 
 
 class Qwen2(nnx.Module):
@@ -267,30 +267,26 @@ class Qwen2(nnx.Module):
         more = cache_length - tokens.shape[1]
         return self.norm(x)[:, 0], [KVCache.of(*kv).lengthen(more) for kv in (*per_layer, kv)]
 
-    def extend(self, tokens, begin, lengths, cache):
-        """Processes prompts of which a cache holds the beginning.
+    def extend(self, tokens, begin, lengths, cache, rows, blocks):
+        """Processes prompts of which a cache holds the beginning, with the `decode_blocks()`.
 
         Args:
           tokens: i32[B, W], the rest of each prompt, right-padded.
           begin: i32[B], the tokens that the cache holds.
           lengths: i32[B], tokens of the rest, at least one.
-          cache: a KVCache per layer with room for the rest.
+          cache: a KVCache per layer with room for the rest. It is read only as far as the longest prompt needs.
+          rows: i32[B], the row of each prompt among those that a device has; one outside belongs to padding.
 
         Returns: (hidden [B, D] at the last token, the cache with the rest).
         """
         rope = rope_tables(begin[:, None] + jnp.arange(tokens.shape[1]), self.c)
-        x, rest = self._embed(tokens), []
-        if self.layers is not None:
-            graphdef, weights = nnx.split(self.layers)
-            stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *cache[:-1])
-
-            def body(x, layer):
-                return nnx.merge(graphdef, layer[0])(x, rope, cache=layer[1], position=begin, lengths=lengths)
-
-            x, stacked = jax.lax.scan(body, x, (weights, stacked))
-            rest = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(len(cache) - 1)]
-        x, last = self.last(x, rope, cache=cache[-1], position=begin, lengths=lengths, predict_slots=lengths[:, None] - 1)
-        return self.norm(x)[:, 0], [*rest, last]
+        needed = max_across_devices((begin + lengths).max())
+        x, new_cache = self._embed(tokens), []
+        for block, layer in zip(blocks, cache, strict=True):
+            predict_slots = lengths[:, None] - 1 if block is blocks[-1] else None
+            x, layer = block(x, rope, layer, begin, needed, lengths, rows, predict_slots)
+            new_cache.append(layer)
+        return self.norm(x)[:, 0], new_cache
 
     def decode_blocks(self):
         """Returns all blocks for `decode`, each with its own transposed weights.

@@ -20,14 +20,16 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.sampling.generate import Decoding, buckets, well_filled
-from hgpo_jax.sampling.held_prefixes import HeldPrefixes
+from hgpo_jax.sampling.held_prefixes import HeldPrefixes, common_length
 from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.sampling.slots import MAX_STEPS, Continued, NewPrompts
 
 # What is left of a prompt that is continued is computed in pieces of these widths, so that few shapes are compiled and little
 # is padding. A shorter beginning than the first is not worth a program of its own.
 PIECES = (32, 128, 512)
+NO_ROW = np.iinfo(np.int32).max  # which nothing is written to
 
 
 class SlotRequest(NamedTuple):
@@ -41,12 +43,11 @@ class SlotRequest(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The tokens from `begin` to `end` of a prompt; what comes before them is in `source`, and all goes into `slot`."""
+    """The tokens from `begin` to `end` of a prompt, which go into a slot that holds what comes before them."""
 
     request: SlotRequest
     shard: int
-    source: int  # a slot of the shard, as is the next
-    slot: int
+    slot: int  # of the shard
     begin: int
     end: int
 
@@ -71,6 +72,7 @@ class SlotSampler:
       prompt_limit: P, tokens of the longest prompt.
       reuse: whether a prompt that begins with what a slot holds is computed from there on (`held_prefixes.py`). Its response is
         then the same up to rounding.
+      store: bytes, over all devices, to keep what slots held when others took them; with `reuse`. Longer caches empty it.
 
     Attributes:
       keys: the argument; it may be replaced by others of the same shape for later requests.
@@ -92,6 +94,7 @@ class SlotSampler:
         slots: int,
         prompt_limit: int,
         reuse: bool = False,
+        store: int = 0,
     ):
         self._programs, self._params, self.keys, self._decoding = programs, params, keys, decoding
         self._blocks = programs("decode_blocks", "all layers", params)
@@ -104,7 +107,9 @@ class SlotSampler:
         self._length = 0  # tokens that a cache holds
         self._state: Any = None
         self._requests: list[list[SlotRequest | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
-        self._held = HeldPrefixes(shards, self._sizes[-1]) if reuse else None
+        self._held = HeldPrefixes(shards, self._sizes[-1], PIECES[0]) if reuse else None
+        self._store_limit = store
+        self._store: list[KVCache] = []  # one for each layer, if there is room for a row
         self.piece_widths = [width for width in PIECES if width < prompt_limit] or [prompt_limit]
         self.prompt_tokens, self.reused_tokens = 0, 0
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
@@ -127,14 +132,27 @@ class SlotSampler:
         reused = self.reused_tokens / max(1, self.prompt_tokens)
         return {"decode_steps": self.steps, "slot_use": self.busy / max(1, self.steps), "reused_share": reused}
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of the caches and the store, over all devices."""
+        return _bytes(self._store) + (_bytes(self._state.cache) if self._state else 0)
+
     def add(self, requests: Sequence[SlotRequest]) -> None:
         """Begins responses to some prompts, at most `free`; an episode has only one at a time."""
         if not requests:
             return
         self._make_room(max(len(request.ids) for request in requests))
         self.prompt_tokens += sum(len(request.ids) for request in requests)
-        if self._held:
-            requests = self._continue(requests, self._held)
+        if not self._held:
+            return self._read(requests)
+        requests = self._continue(requests, self._held)
+        while requests:
+            first, others = self._split(requests)
+            self._read(first)
+            requests = self._continue(others, self._held)
+
+    def _read(self, requests: Sequence[SlotRequest]) -> None:
+        """Begins responses to prompts of which no slot holds the beginning."""
         some: list[SlotRequest] = []
         for width in self.prompt_widths:
             some += [request for request in requests if self._width(len(request.ids)) == width]
@@ -233,6 +251,22 @@ class SlotSampler:
             self._state = self._programs("empty", self._shape(), self._params, len(self._requests) * slots, needed)
         elif needed > self._length:
             self._resize(np.tile(np.arange(slots), len(self._requests)), needed)
+        else:
+            return
+        if self._held:
+            self._make_store(self._held)
+
+    def _make_store(self, held: HeldPrefixes) -> None:
+        """Makes a store of rows that are as long as the caches, as many as there is room for."""
+        rows = self._store_limit * len(self._requests[0]) // _bytes(self._state.cache)
+        held.make_store(rows)
+        self._store = []  # before the new one takes its memory
+        if rows:
+            shape, rows = f"store of {rows} rows of {self._length} tokens", rows * len(self._requests)
+            self._store = self._programs("empty", shape, self._params, rows, self._length).cache
+            slots = len(self._requests[0])
+            for source, row in ((0, slots), (slots, 0)):  # changes nothing, so that no request waits for the compiler
+                self._copy_row(0, source, row)
 
     def _resize(self, rows: np.ndarray, length: int) -> None:
         shape = f"{self._shape()} to {len(rows)} of {length}"
@@ -248,10 +282,9 @@ class SlotSampler:
     def _assign(self, requests: list[SlotRequest]) -> list[list[list[tuple[int, SlotRequest]]]]:
         """Assigns each request to a slot. Returns, for each shard, lists of (slot in it, request) with the same prompt.
 
-        Prompts are shared only if that leaves half of them or fewer: its program takes as many responses as slots.
+        Prompts are shared only if most are equal: its program takes as many responses as slots.
         """
-        unique = {tuple(request.ids) for request in requests}
-        share = 2 * len(unique) <= len(requests)
+        share = _mostly_equal(requests)
         free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
         prompts: list[dict] = [{} for _ in free]
         home: dict[tuple, int] = {}  # the shard of each distinct prompt
@@ -267,7 +300,14 @@ class SlotSampler:
             prompts[shard].setdefault(prompt if share else request.episode, []).append((slot, request))
         return [list(some.values()) for some in prompts]
 
-    def _begin(self, shard: int, slot: int, request: SlotRequest) -> None:
+    def _begin(self, shard: int, slot: int, request: SlotRequest, source: int | None = None) -> None:
+        """Gives a request a slot, into which goes what the row `source` holds; what it held before may go to the store."""
+        if self._held:
+            row = self._held.store(shard, slot, request.ids, source)
+            if row is not None:
+                self._copy_row(shard, slot, row)
+            if source is not None and source != slot:
+                self._copy_row(shard, source, slot)
         self._requests[shard][slot] = request
         self._sampled[request.episode] = [], []
         if self._held:
@@ -280,24 +320,59 @@ class SlotSampler:
             free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
             match = held.match(request.ids, free)
             widths = self._widths_of_pieces(len(request.ids) - match.length) if match else []
-            if not match or match.length < PIECES[0] or sum(widths) >= self._width(len(request.ids)):
+            if not match or sum(widths) >= self._width(len(request.ids)):
                 others.append(request)
                 continue
-            self._begin(match.shard, match.slot, request)
+            if match.source != match.slot:
+                self._extend(batch_width, batch)  # which may be what the source is to hold
+                batch = []
+            self._begin(match.shard, match.slot, request, match.source)
             self.reused_tokens += match.length
-            source, begin = match.source, match.length
+            begin = match.length
             for width in widths:
-                waits = any((match.shard, source) == (other.shard, other.slot) for other in batch)
+                waits = any((match.shard, match.slot) == (other.shard, other.slot) for other in batch)
                 full = sum(match.shard == other.shard for other in batch) == self._sizes[0]
-                if batch and (waits or full or width != batch_width):
+                if waits or full or width != batch_width:
                     self._extend(batch_width, batch)
                     batch = []
                 end = min(begin + width, len(request.ids))
-                batch.append(Piece(request, match.shard, source, match.slot, begin, end))
-                source, begin, batch_width = match.slot, end, width
-        if batch:
-            self._extend(batch_width, batch)
+                batch.append(Piece(request, match.shard, match.slot, begin, end))
+                begin, batch_width = end, width
+        self._extend(batch_width, batch)
         return others
+
+    def _split(self, requests: Sequence[SlotRequest]) -> tuple[list[SlotRequest], list[SlotRequest]]:
+        """Separates requests into those to read first, and those to continue from the others' common beginnings.
+
+        That takes a call of a program for each, so it must save half of the tokens. Prompts most of which are equal are read
+        at once (`_assign`).
+        """
+        if _mostly_equal(requests):
+            return list(requests), []
+        first, others, texts = list[SlotRequest](), list[SlotRequest](), list[np.ndarray]()
+        for request in requests:
+            ids = np.asarray(request.ids, np.int32)
+            common = max((common_length(ids[:-1], text) for text in texts), default=0)
+            if common >= PIECES[0] and 2 * sum(self._widths_of_pieces(len(ids) - common)) <= self._width(len(ids)):
+                others.append(request)
+            else:
+                first.append(request)
+                texts.append(ids)
+        return first, others
+
+    def _copy_row(self, shard: int, source: int, row: int) -> None:
+        """Copies what a row of a shard holds to another one; the rows after the slots are those of the store."""
+        slots, caches = len(self._requests[0]), (self._state.cache, self._store)
+        from_store, to_store = source >= slots, row >= slots
+        sources, rows = np.zeros(len(self._requests), np.int32), np.full(len(self._requests), NO_ROW, np.int32)
+        sources[shard], rows[shard] = source - slots * from_store, row - slots * to_store
+        shape = f"{('slot', 'store')[from_store]} to {('slot', 'store')[to_store]}, {self._shape()}"
+        other = None if from_store == to_store else caches[from_store]
+        cache = self._programs("copy", shape, caches[to_store], other, sources, rows)
+        if to_store:
+            self._store = cache
+        else:
+            self._state = self._state.replace(cache=cache)
 
     def _widths_of_pieces(self, length: int) -> list[int]:
         """Lists the widths of the pieces that compute so many tokens, each filled to more than half if there is a choice."""
@@ -309,9 +384,11 @@ class SlotSampler:
 
     def _extend(self, width: int, pieces: list[Piece]) -> None:
         """Computes pieces of up to `width` tokens, and begins the response after the last one of a prompt."""
+        if not pieces:
+            return
         shards, slots, count = len(self._requests), len(self._requests[0]), self._sizes[0]
         tokens = np.zeros((shards, count, width), np.int32)
-        begin, source, turn = np.zeros((3, shards, count), np.int32)
+        begin, turn = np.zeros((2, shards, count), np.int32)
         lengths, slot = np.ones((shards, count), np.int32), np.full((shards, count), slots, np.int32)
         episode = np.full((shards, count), -1, np.int32)
         rows: list[list[SlotRequest | None]] = [[None] * count for _ in range(shards)]
@@ -320,7 +397,7 @@ class SlotSampler:
                 request, length = piece.request, piece.end - piece.begin
                 tokens[shard, i, :length] = request.ids[piece.begin : piece.end]
                 lengths[shard, i], begin[shard, i] = length, piece.begin
-                source[shard, i], slot[shard, i], rows[shard][i] = piece.source, piece.slot, request
+                slot[shard, i], rows[shard][i] = piece.slot, request
                 episode[shard, i], turn[shard, i] = request.episode, request.turn
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
         of_rows = [request for some in rows for request in some]
@@ -328,8 +405,9 @@ class SlotSampler:
             "extend",
             f"{episode.size} prompts by {width} tokens in {self._shape()}",
             self._params,
+            self._blocks,
             self._state,
-            Continued(flat(tokens), flat(lengths), flat(begin), flat(source), flat(slot), self._limits(of_rows)),
+            Continued(flat(tokens), flat(lengths), flat(begin), flat(slot), self._limits(of_rows)),
             self.keys,
             flat(np.maximum(episode, 0)),
             flat(turn),
@@ -364,6 +442,7 @@ class SlotSampler:
             "prefill",
             shape,
             self._params,
+            self._blocks,
             self._state,
             NewPrompts(flat(tokens), flat(lengths), flat(source), flat(slot), self._limits(rows)),
             self.keys,
@@ -389,3 +468,12 @@ class SlotSampler:
             top_p=np.array([one.top_p for one in each], np.float32),
             min_new=np.array([one.min_new for one in each], np.int32),
         )
+
+
+def _mostly_equal(requests: Sequence[SlotRequest]) -> bool:
+    """Whether half of the prompts or fewer are distinct."""
+    return 2 * len({tuple(request.ids) for request in requests}) <= len(requests)
+
+
+def _bytes(cache: list[KVCache]) -> int:
+    return sum(a.nbytes for a in jax.tree.leaves(cache))

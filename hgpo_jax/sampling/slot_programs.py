@@ -17,6 +17,7 @@ from hgpo_jax.sampling.slots import (
     Pace,
     Sampled,
     SlotState,
+    copy_rows,
     decode_slots,
     extend_slots,
     free_slots,
@@ -51,8 +52,9 @@ class SlotPrograms:
             "empty": jax.jit(self._empty, static_argnums=(1, 2)),
             "take": jax.jit(self._take),
             "resize": jax.jit(self._resize, static_argnums=2),
-            "prefill": jax.jit(self._prefill, donate_argnums=1),
-            "extend": jax.jit(self._prefill, donate_argnums=1),
+            "copy": jax.jit(self._copy, donate_argnums=0),
+            "prefill": jax.jit(self._prefill, donate_argnums=2),
+            "extend": jax.jit(self._prefill, donate_argnums=2),
             "decode": jax.jit(self._decode, donate_argnums=2),
             "decode_blocks": make_decode_blocks(graphdef),
         }
@@ -106,7 +108,18 @@ class SlotPrograms:
         resized = self._on_data(lambda *a: on_each_device(resize, *a), P("data"))(layer, rows)
         return jax.lax.with_sharding_constraint(resized, self._cache_shardings(resized))
 
-    def _prefill(self, params, state: SlotState, prompts: NewPrompts | Continued, keys, episodes, turns, decoding: Decoding):
+    def _copy(self, cache: list[KVCache], other: list[KVCache] | None, source, rows) -> list[KVCache]:
+        """Writes rows `source` of another cache, or of the cache itself, to its rows `rows`; they count within a shard."""
+
+        def copy(cache, other, source, rows):
+            return on_each_device(copy_rows, cache, cache if other is None else other, source, rows)
+
+        copied = self._on_data(copy, P("data"))(cache, other, source, rows)
+        return jax.lax.with_sharding_constraint(copied, self._cache_shardings(copied))
+
+    def _prefill(
+        self, params, blocks, state: SlotState, prompts: NewPrompts | Continued, keys, episodes, turns, decoding: Decoding
+    ):
         """Computes prompts, or what is left of them, and samples the first token of their responses.
 
         Response number j of m belongs to episode episodes[j] at turn turns[j]. keys are those of the episodes
@@ -116,14 +129,14 @@ class SlotPrograms:
         """
         keys = turn_keys(keys[episodes], turns)
         data, everywhere = P("data"), P()
-        prefill = self._on_data(self._prefill_shard, (everywhere, data, data, data, _by_row(decoding)))
-        state, *first = prefill(params, state, prompts, keys, decoding)
+        prefill = self._on_data(self._prefill_shard, (everywhere, everywhere, data, data, data, _by_row(decoding)))
+        state, *first = prefill(params, blocks, state, prompts, keys, decoding)
         return self._place(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
 
-    def _prefill_shard(self, params, state: SlotState, prompts: NewPrompts | Continued, keys, decoding):
+    def _prefill_shard(self, params, blocks, state: SlotState, prompts: NewPrompts | Continued, keys, decoding):
         model = nnx.merge(self._graphdef, params)
         if isinstance(prompts, Continued):
-            return extend_slots(model, state, prompts, keys, self.end_tokens, decoding)
+            return extend_slots(model, blocks, state, prompts, keys, self.end_tokens, decoding)
         return prefill_slots(model, state, prompts, keys, (prompts.tokens.shape[1],), self.end_tokens, decoding)
 
     def _decode(self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding) -> tuple[SlotState, Sampled]:

@@ -65,13 +65,12 @@ class NewPrompts(struct.PyTreeNode):
 
 
 class Continued(struct.PyTreeNode):
-    """n prompts that begin with what slots hold, each with one response; each device has its part of the rows."""
+    """n prompts that begin with what their slots hold, each with one response; each device has its part of the rows."""
 
     tokens: Array  # i32[n, W], the rest of each prompt, right-padded
     lengths: Array  # i32[n], of the rest
     begin: Array  # i32[n], tokens that are held
-    source: Array  # i32[n], the slot that holds them, counted within the device's part
-    slots: Array  # i32[n], the slot that the response goes into, likewise; one beyond the last drops it
+    slots: Array  # i32[n], the slot that holds them, counted within the device's part; one beyond the last is no slot
     limits: Array  # i32[n], the most tokens that it may have
 
 
@@ -111,20 +110,20 @@ def prefill_slots(model, state: SlotState, prompts: NewPrompts, keys, widths: Se
     select = lambda hidden, lengths, at: (hidden[at], lengths[at])  # noqa: E731
     hidden, lengths = on_each_device(select, hidden, prompts.lengths, prompts.source)
     rows, token, logp = _first_tokens(model, hidden, lengths, prompts.limits, keys, end_tokens, decoding)
-    return on_each_device(_insert, state, rows, prompt_cache, prompts.source, prompts.slots), token, logp
+
+    def insert(state, rows, cache, source, slots):
+        cache = [layer.insert(prompt, source, slots) for layer, prompt in zip(state.cache, cache, strict=True)]
+        return _begin(state.replace(cache=cache), rows, slots)
+
+    return on_each_device(insert, state, rows, prompt_cache, prompts.source, prompts.slots), token, logp
 
 
-def extend_slots(model, state: SlotState, prompts: Continued, keys, end_tokens, decoding):
-    """Like `prefill_slots`, for prompts that begin with what slots hold."""
-    held = on_each_device(lambda cache, rows: [layer.take(rows) for layer in cache], state.cache, prompts.source)
-    hidden, cache = model.extend(prompts.tokens, prompts.begin, prompts.lengths, held)
+def extend_slots(model, blocks, state: SlotState, prompts: Continued, keys, end_tokens, decoding):
+    """Like `prefill_slots`, for prompts that begin with what their slots hold."""
+    hidden, cache = model.extend(prompts.tokens, prompts.begin, prompts.lengths, state.cache, prompts.slots, blocks)
     lengths = prompts.begin + prompts.lengths
     rows, token, logp = _first_tokens(model, hidden, lengths, prompts.limits, keys, end_tokens, decoding)
-
-    def insert(state, rows, cache, slots):
-        return _insert(state, rows, cache, jnp.arange(slots.shape[0]), slots)
-
-    return on_each_device(insert, state, rows, cache, prompts.slots), token, logp
+    return on_each_device(_begin, state.replace(cache=cache), rows, prompts.slots), token, logp
 
 
 def _first_tokens(model, hidden, lengths, limits, keys, end_tokens, decoding):
@@ -135,11 +134,19 @@ def _first_tokens(model, hidden, lengths, limits, keys, end_tokens, decoding):
     return rows, token, logp
 
 
-def _insert(state: SlotState, rows, cache, source, slots) -> SlotState:
-    """Begins responses in `slots`, whose prompts are the rows `source` of a cache, on one device."""
+def _begin(state: SlotState, rows, slots) -> SlotState:
+    """Begins responses in `slots`, whose caches hold their prompts, on one device."""
     new = {name: value.at[slots].set(rows[name], mode="drop") for name, value in state.rows().items()}
-    layers = zip(state.cache, cache, strict=True)
-    return SlotState.of(new.get, [layer.insert(prompt, source, slots) for layer, prompt in layers])
+    return SlotState.of(new.get, state.cache)
+
+
+def copy_rows(cache: list[KVCache], other: list[KVCache], source, rows) -> list[KVCache]:
+    """Writes rows i32[m] `source` of another cache with as many slots to the rows `rows` i32[m] of a cache, on one device.
+
+    A row outside the cache is not written.
+    """
+    layers = zip(cache, other, strict=True)
+    return [layer.insert(from_layer.take(source), jnp.arange(rows.shape[0]), rows) for layer, from_layer in layers]
 
 
 def decode_slots(model, blocks, state: SlotState, limits, pace: Pace, end_tokens, decoding) -> tuple[SlotState, Sampled]:

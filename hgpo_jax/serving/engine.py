@@ -81,6 +81,7 @@ class Engine:
       slots: responses at a time, rounded up to a multiple of the mesh's parts.
       prompt_limit, response_limit: tokens.
       waiting_limit: maximum responses that wait for a slot.
+      store: bytes to keep what ended responses have read when others take their slots.
       programs: compiled programs of the policy's network with this response_limit, to be reused.
 
     Attributes:
@@ -99,6 +100,7 @@ class Engine:
         prompt_limit: int,
         response_limit: int,
         waiting_limit: int,
+        store: int = 0,
         programs: SlotPrograms | None = None,
     ):
         self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
@@ -112,7 +114,9 @@ class Engine:
             seats = -(-slots // programs.shards) * programs.shards
             self._keys = np.tile(_key_data(0), (seats, 1))
             keys = _as_keys(self._keys.copy())
-            self._sampler = SlotSampler(programs, policy.params, keys, None, slots=slots, prompt_limit=prompt_limit, reuse=True)
+            self._sampler = SlotSampler(
+                programs, policy.params, keys, None, slots=slots, prompt_limit=prompt_limit, reuse=True, store=store
+            )
         self._change = threading.Condition()  # guards the fields below
         self._waiting: deque[Generation] = deque()
         self._cancelled: set[Generation] = set()
@@ -146,13 +150,16 @@ class Engine:
     def warm_up(self, length: int, prompts: int, responses: int, rest: int) -> None:
         """Compiles the programs for such requests, so that no client waits for it later. Raises RunError if that fails.
 
-        rest: tokens that a second request adds to the first one's; 0: there is none.
+        rest: tokens of which an earlier request has only those before them; 0: there is none.
         """
         # Prompts of different calls must not begin alike: they would be continued.
         random = np.random.default_rng((length, prompts, responses, rest))
         ids = random.integers(0, self.vocabulary, (prompts, length))
-        for size in (length - rest, length) if rest else (length,):
-            self._sample_two_tokens(ids[:, :size].tolist(), responses)
+        if rest:
+            earlier = ids[:, : length - rest + 1].copy()
+            earlier[:, -1] = (earlier[:, -1] + 1) % self.vocabulary  # so it is not continued in its own slot
+            self._sample_two_tokens(earlier.tolist(), responses)
+        self._sample_two_tokens(ids.tolist(), responses)
         self._sampler.prompt_tokens = self._sampler.reused_tokens = 0  # clients' alone count
 
     def _sample_two_tokens(self, prompts: Sequence[list[int]], responses: int) -> None:
@@ -186,6 +193,11 @@ class Engine:
     def room(self) -> int:
         """Maximum number of responses that have a slot or wait for one."""
         return self.slots + self._waiting_limit
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the caches, once `warm_up` has made them."""
+        return self._sampler.bytes
 
     @property
     def counts(self) -> dict[str, float]:

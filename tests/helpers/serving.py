@@ -70,7 +70,7 @@ def started(*arguments, **environment):
     try:
         while (line := process.stdout.readline()).startswith(("preparing ", "loading ", "finding ", "compiling ")):
             pass
-        found = re.fullmatch(r"(.*) is served at (http://\S+/v1); Ctrl-C ends it\n", line)
+        found = re.fullmatch(r"(.*) is served at (http://\S+/v1), with caches of [\d,]+ MiB; Ctrl-C ends it\n", line)
         assert found, (line, process.stderr.read())
         yield process, found[2]
     finally:

@@ -7,7 +7,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.policy import attention
-from hgpo_jax.policy.attention import MAX_SCORES, attend, attend_all, attend_in_blocks, cudnn, decode_attention, splash
+from hgpo_jax.policy.attention import (
+    MAX_SCORES,
+    attend,
+    attend_all,
+    attend_in_blocks,
+    cudnn,
+    decode_attention,
+    extend_attention,
+    splash,
+)
 from hgpo_jax.policy.kv_cache import KVCache
 from hgpo_jax.policy.mesh import make_mesh
 from tests.helpers.tiny import mesh_of
@@ -59,6 +68,9 @@ def test_a_cache_is_read_only_as_far_as_needed(needed, read):
     cache = room.insert(KVCache.of(k_read, v_read), rows, rows)
     out = jax.jit(decode_attention)(q[:, 0], cache, positions, needed)
     np.testing.assert_allclose(out, plain(q, k, v, positions[:, None])[:, 0], atol=1e-5)
+    some = jnp.array([2, 0])
+    out = jax.jit(extend_attention)(q[some], cache, some, positions[some, None], needed)
+    np.testing.assert_allclose(out, plain(q[some], k[some], v[some], positions[some, None]), atol=1e-5)
 
 
 def test_all_slots_in_blocks(arrays):

@@ -25,6 +25,11 @@ def test_a_cache_holds_what_was_put_into_it(first, slots, ends):
     moved = moved.insert(KVCache.of(keys, values), jnp.array([2, 0, 1]), jnp.array([0, 2, 3]))  # row 3 is outside
     source = lambda a: empty.at[0, : slots - 2].set(a[2]).at[2, : slots - 2].set(a[0])  # noqa: E731
     same(moved, source(keys), source(values))
+    some, begin = moved.take(jnp.array([0, 2])), jnp.array([first - 2, 0])
+    rest = KVCache.of(keys[:2, :3], values[:2, :3])
+    some = some.insert_at(rest, jnp.array([1, 2]), begin, jnp.array([2, 3]))  # row 2 is outside
+    written = lambda a: a[jnp.array([0, 2])].at[1, first - 2 : first].set  # noqa: E731
+    same(some, written(source(keys))(keys[0, :2]), written(source(values))(values[0, :2]))
     taken = jnp.array([2, 2, 1])
     same(cache.take(taken), new_keys[taken], new_values[taken])
 

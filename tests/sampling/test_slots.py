@@ -12,6 +12,7 @@ from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.continuous_batching import SlotRequest, SlotSampler
 from hgpo_jax.sampling.generate import Decoding, generate, well_filled
+from hgpo_jax.sampling.held_prefixes import HeldPrefixes, Match
 from hgpo_jax.sampling.slot_programs import MIN_STEPS, SlotPrograms
 
 MODEL = ModelConfig(
@@ -194,6 +195,10 @@ def test_a_step_ends_once_nobody_waits():
             assert sampler.steps == steps
 
 
+def random_ids(seed: int, count: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, MODEL.vocab_size, count).tolist()
+
+
 def conversations(seed: int, turns: int) -> list[list[SlotRequest]]:
     """For each turn, requests of all episodes, without the answers that they begin with from the second turn on."""
     random = np.random.default_rng(seed)
@@ -205,9 +210,7 @@ def conversations(seed: int, turns: int) -> list[list[SlotRequest]]:
 @pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
 def test_a_conversation_goes_on_from_what_a_slot_holds(spec):
     """Some are cut or begin anew, and in the end they lose their places to each other."""
-    mesh, compiled = programs(spec)
-    placed = jax.device_put(parameters(), shardings(MODEL, mesh))
-    sampler = SlotSampler(compiled, placed, KEYS, PLAIN, slots=SLOTS, prompt_limit=LONG, reuse=True)
+    sampler, mesh = continuing_sampler(spec), programs(spec)[0]
     random, texts = np.random.default_rng(1), {episode: [] for episode in range(6)}
     for turn, requests in enumerate(conversations(4, 5)):
         requests = [request._replace(ids=texts[request.episode] + list(request.ids)) for request in requests]
@@ -226,10 +229,18 @@ def test_a_conversation_goes_on_from_what_a_slot_holds(spec):
     assert sampler.counts["reused_share"] > 0.5
 
 
-def continuing_sampler() -> SlotSampler:
-    mesh, compiled = programs("data=1")
+def continuing_sampler(spec="data=1", slots=SLOTS, rows=0, prompt_limit=LONG) -> SlotSampler:
+    """rows: of the store, at the greatest length of the caches."""
+    mesh, compiled = programs(spec)
     placed = jax.device_put(parameters(), shardings(MODEL, mesh))
-    return SlotSampler(compiled, placed, KEYS, PLAIN, slots=SLOTS, prompt_limit=LONG, reuse=True)
+    return SlotSampler(
+        compiled, placed, KEYS, PLAIN, slots=slots, prompt_limit=prompt_limit, reuse=True, store=rows * row_bytes(prompt_limit)
+    )
+
+
+def row_bytes(prompt_limit: int) -> int:
+    """Bytes of a row in float32: keys and values of two layers, of two heads of 8."""
+    return 2 * 2 * 2 * 8 * 4 * (prompt_limit + MAX_NEW)
 
 
 @pytest.mark.parametrize("new", [1, 33, 100, 140])
@@ -258,3 +269,61 @@ def test_the_slots_that_were_taken_last_are_kept():
     requests = [SlotRequest(number, 1, [*prompts[number], 3]) for number in (2, 3)]
     check(play(sampler, requests), requests)
     assert sampler.reused_tokens == 2 * 60
+
+
+@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_what_new_prompts_begin_with_is_read_once(spec):
+    sampler, head = continuing_sampler(spec), random_ids(0, 100)
+    requests = [SlotRequest(number, 0, head + random_ids(number, 5 + number)) for number in range(1, SLOTS)]
+    check(play(sampler, requests, spec), requests)
+    assert sampler.reused_tokens == 100 * {"data=1": 4}.get(spec, 2)  # a shard has two slots elsewhere
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["data=1", "data=2,fsdp=2,tensor=2"])
+def test_a_store_keeps_what_loses_its_slot(spec):
+    """More conversations than slots, in trees: each turn goes on from any earlier text, or from a part of it."""
+    random, texts, read, requests = np.random.default_rng(7), [random_ids(7, 50)], {}, []
+    slots = programs(spec)[1].shards
+    for number in range(4 * EPISODES // 5):
+        ids = texts[int(random.integers(len(texts)))]
+        keep = len(ids) if random.random() < 0.7 else int(random.integers(30, len(ids) + 1))
+        requests.append(SlotRequest(number, 0, ids[:keep] + random_ids(number, int(random.integers(1, 9))), limit=8))
+        texts.append([*requests[-1].ids, *alone(requests[-1], PLAIN)[0].tolist()])
+    for rows in (0, 1, 2, 20):
+        sampler = continuing_sampler(spec, slots, rows * slots, prompt_limit=200)
+        for request in requests:
+            check(play(sampler, [request], spec, more=slots), [request])
+            with jax.set_mesh(programs(spec)[0]):
+                sampler.add([SlotRequest(20, 0, [*request.ids, 1, 2], limit=8)])
+                sampler.cancel(20)
+        read[rows] = sampler.prompt_tokens - sampler.reused_tokens
+        assert sampler.bytes == (1 + rows) * slots * row_bytes(200)
+    assert read[20] < read[2] < read[1] < read[0]
+
+
+def test_what_loses_its_slot_goes_to_the_row_of_the_oldest():
+    held, free, rows = HeldPrefixes(1, 2, shortest=4), [[0, 1]], []
+    held.make_store(2)
+    texts = [[number] * 6 for number in range(5)]
+    for text in texts:
+        slot = held.last_first(0, free[0])[-1]
+        rows.append(held.store(0, slot, text, None))
+        held.hold(0, slot, text)
+    assert rows == [None, None, 3, 2, 3]  # at first the slots are empty
+    longer = [[*text, 9] for text in texts]
+    assert held.match(longer[0], free) is None
+    assert held.match(longer[1], free) == Match(0, 2, 0, 6)
+    assert held.store(0, 0, longer[3], None) is None  # goes on in its slot
+    assert held.store(0, 0, longer[1], source=2) == 3
+    held.hold(0, 0, longer[1])
+    assert held.store(0, 1, longer[0], None) == 2  # whose text the slot holds now
+    assert held.store(0, 1, longer[0], None) is None  # held twice
+    held.hold(0, 1, longer[0][3:])
+    assert held.store(0, 1, longer[2], None) == 3
+    held.hold(0, 1, longer[0][4:])
+    assert held.store(0, 1, longer[2], None) is None  # too short
+    held.take([[1]])
+    assert held.match(longer[4], [[0]]) == Match(0, 1, 0, 6)
+    held.make_store(1)
+    assert held.match(longer[4], [[0]]) is None

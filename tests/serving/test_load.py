@@ -249,9 +249,10 @@ def test_what_fails_inside_is_told_to_all_and_ends_the_server(policy, programs, 
 
 @pytest.mark.slow
 def test_what_is_compiled_at_the_start_is_all(policy):
-    with engine_of(policy, prompt_limit=300, response_limit=20) as engine:
+    with engine_of(policy, prompt_limit=300, response_limit=20, store=2**22) as engine:
         for shape in engine.shapes():
             engine.warm_up(*shape)
+        assert engine._sampler._store
         compiled = set(engine._sampler._programs.called)
         assert engine.counts["reused_share"] == 0
         for length in (1, 100, 250):  # of requests that come together, some of them with equal prompts

@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_server_from_start_to_end(folder, tmp_path):
-    kept, options = tmp_path / "kept", ("--response-limit", 40, "--slots", 2, "--max-turns", 2)
+    kept, options = tmp_path / "kept", ("--response-limit", 40, "--slots", 2, "--max-turns", 2, "--store", 1)
     with started(folder, *options, "--record", kept, HGPO_API_KEY="sesame") as (process, url):
         client = openai.OpenAI(base_url=url, api_key="sesame", max_retries=0, timeout=60)
         assert [model.id for model in client.models.list()] == ["tiny"]
