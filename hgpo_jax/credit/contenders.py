@@ -13,8 +13,13 @@ from hgpo_jax.learner.methods import METHODS, estimator_options, method_named, u
 from hgpo_jax.utils.errors import ConfigError
 
 BATCH = ("rewards", "mask", "states", "groups", "invalid")
-# These options depend on the snapshot, whose true advantages have its discount and no penalties.
-OF_THE_SNAPSHOT = ("gamma", "invalid_penalty")
+# What a method may not set: true advantages have the snapshot's discount and no penalties, and every step is scored.
+FIXED = {
+    "gamma": "is the snapshots' own",
+    "invalid_penalty": "true advantages have none",
+    "keep": "all steps are scored",
+    "by_role": "steps are compared over all roles",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +67,8 @@ def read(text: str) -> Contender:
     """Reads a method and its options, as in `hgpo history_length=0`. Raises ConfigError."""
     method, *options = text.split() or [""]
     for option in options:
-        if option.partition("=")[0] in OF_THE_SNAPSHOT:
-            raise ConfigError(f"{option}: is the snapshots' own; leave it out")
+        if reason := FIXED.get(option.partition("=")[0]):
+            raise ConfigError(f"{option}: {reason}; leave it out")
     contender = Contender(method, tuple(options))
     configuration.load(None, [f"method={method}", *contender._fields(1.0)])
     method_named(method)

@@ -65,6 +65,8 @@ def test_half_a_file_and_an_empty_folder_are_refused(tmp_path):
     ("text", "said"),
     [
         ("hgpo gamma=0.5", "gamma=0.5: is the snapshots' own"),
+        ("hgpo keep=valid", "keep=valid: all steps are scored"),
+        ("hgpo by_role=true", "by_role=true: steps are compared over all roles"),
         ("hgpoo", "hgpoo"),
         ("hgpo history=0", "advantage.history=0: no such field"),
         ("hgpo history_length=-1", "advantage.history_length=-1"),
