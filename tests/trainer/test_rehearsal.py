@@ -1,5 +1,8 @@
 """`train --rehearse`: what is smaller, what stays, and how a stage that fails is told."""
 
+import os
+import signal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,6 +88,24 @@ def test_a_rehearsal_that_fails_leaves_its_log(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="train one iteration"):
         rehearsal.rehearse(load("household", ["mesh=data=2"]))
     assert len(list(tmp_path.glob("*/train.log"))) == 1
+
+
+def test_a_rehearsal_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
+    stage = "import os, time\nprint(os.getpid(), file=open('pid', 'w'))\nos.kill(os.getppid(), 15)\ntime.sleep(9)"
+    (tmp_path / "hgpo_jax.py").write_text(stage)
+    monkeypatch.chdir(tmp_path)  # where `python -m hgpo_jax` is this program
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            rehearsal.rehearse(load("household", ["mesh=data=2"]))
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(tmp_path.glob("hgpo-rehearsal-*"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.slow
