@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hgpo_jax.config import load
+from hgpo_jax.config import CONFIGS, load, resolve
 from hgpo_jax.policy import shardings
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.presets import preset
+from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import rehearsal
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.training import command
@@ -67,6 +68,14 @@ def test_a_stage_that_fails_is_named(end, told, tmp_path, monkeypatch, capfd):
 def test_what_nothing_reads_stays():
     household = rehearsal.smaller(load("household"), rehearsal._axes("data=2"))["rollout"]
     assert (household["prompt_limit"], household["response_limit"]) == (4096, 512)
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_what_a_run_is_allowed_its_rehearsal_is(name):
+    for method in ("hgpo", "ppo"):
+        config = load(name, [f"method={method}", *(["policy=smollm2"] if name == "alfworld_agent" else [])])
+        check_together(config)
+        check_together(resolve(rehearsal.smaller(config, rehearsal._axes(config.mesh))))
 
 
 def test_a_refused_rehearsal_leaves_nothing(tmp_path, monkeypatch):
