@@ -196,8 +196,8 @@ def make_update(
       mesh: each device of its `data` axis takes its part of every mini-batch.
       minibatch_size: maximum decisions per optimizer step; an epoch is cut into equal steps.
       microbatch_size: sequences per index of the `data` axis and gradient computation, rounded up to a multiple of `fsdp`.
-      compute_dtype: dtype of the copy of the parameters that the loss uses; the parameters themselves, the sum of gradients
-        and the optimizer keep theirs.
+      compute_dtype: dtype of the copy of the parameters that the loss uses; the parameters themselves and the optimizer keep
+        theirs. Gradients are summed in float32.
     `batch` is a TrainingBatch of N decisions. `order` i32[N] lists those to learn from in its first `count` (i32[]) entries;
     `lr_scale` f32[] scales the optimizer's step. Returns (params, opt_state, stats), with every stat a scalar mean over its
     denominator, plus `grad_norm` (mean), `optimizer_steps` and `logp_difference`, the largest of the first mini-batch. A
@@ -224,7 +224,8 @@ def make_update(
             begin, stop = j * size, jnp.minimum((j + 1) * size, count)
             gradient, stats, difference = sum_gradients(old.params, reference, batch, order, begin, stop)
             scale = 1.0 / jnp.maximum(before[stop] - before[begin], 1)
-            new = _step(old, optimizer, jax.tree.map(lambda g: g * scale, gradient), stats, lr_scale)
+            mean = jax.tree.map(lambda g, parameter: (g * scale).astype(parameter.dtype), gradient, old.params)
+            new = _step(old, optimizer, mean, stats, lr_scale)
             return new._replace(logp_difference=jnp.where(j == 0, difference, old.logp_difference))
 
         nothing = _zeros(jax.eval_shape(lambda: sum_gradients(params, reference, batch, order, 0, 0)[1]))
@@ -296,7 +297,7 @@ def _make_sum_gradients(
             total, stats = jax.tree.map(jnp.add, (total, stats), (new, new_stats))
             return total, (stats, jnp.maximum(max_difference, new_max_difference))
 
-        zero = (_zeros(params), _zeros(jax.eval_shape(lambda: gradient_of(0)[1])))
+        zero = (cast(_zeros(params), "float32"), _zeros(jax.eval_shape(lambda: gradient_of(0)[1])))
         gradient, (stats, max_difference) = jax.lax.fori_loop(0, -(-sequences // (M * devices)), add, zero)
         gradient, stats = jax.lax.psum((gradient, stats), data)
         return gradient, stats, jax.lax.pmax(max_difference, data)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +70,7 @@ def rehearse(config: Config) -> None:
     jax.config.update("jax_platforms", "cpu")
     check_together(config)
     folder = Path(tempfile.mkdtemp(prefix="hgpo-rehearsal-"))
-    with contextlib.ExitStack() as at_end:
+    with _sigterm_raises(), contextlib.ExitStack() as at_end:
         at_end.callback(shutil.rmtree, folder)
         stages, unseen = _prepare(config, folder)
         try:
@@ -86,6 +87,16 @@ def rehearse(config: Config) -> None:
         "learning",
     ]
     say("it runs to the end; not shown: " + "; ".join(unseen))
+
+
+@contextlib.contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Makes SIGTERM an exception, SystemExit; by itself it would end the process at once, with nothing cleaned up."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _prepare(config: Config, folder: Path) -> tuple[list[tuple[str, list[str]]], list[str]]:
@@ -239,7 +250,7 @@ def _run(title: str, command: list[str], devices: int, folder: Path) -> float:
                     child.wait(QUIET)
                     break
                 print(f"    {time.monotonic() - began:.0f} s: {''.join(output()[-1:])}", file=sys.stderr, flush=True)
-        finally:  # after Ctrl-C, too
+        finally:  # after a signal, too
             child.kill()
             code = child.wait()
     if code:

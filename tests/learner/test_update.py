@@ -1,6 +1,7 @@
 """The update: equal to plain optax on the plain loss, whatever the micro-batches, the padding and the devices."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -230,6 +231,22 @@ def test_every_decision_is_used_exactly_once(spec, microbatch, by_token):
     assert update._cache_size() == 1  # one program for every number of decisions
     fewer, *_ = update(np.zeros(N, np.float32), optax.sgd(1.0).init(0), None, batch, order[:23], 23, 1.0)
     jax.tree.map(np.testing.assert_array_equal, fewer == 0, np.arange(N) == order[23])  # what is not needed need not be there
+
+
+def test_gradients_of_bfloat16_are_summed_in_float32():
+    """In bfloat16 a sum of ones ends at 256; over devices, XLA's CPU compiler ends the process for it."""
+    N = 600
+    batch = TrainingBatch(
+        prompts=np.zeros((N, 1), int), prompt_lengths=np.ones(N, int), responses=np.zeros((N, 3), int),
+        response_lengths=np.full(N, 3), old_logp=np.zeros((N, 3)), advantages=np.zeros(N),
+    )  # fmt: skip
+    loss, sgd = functools.partial(linear_loss, by_token=False), optax.sgd(1.0)
+    sizes = {"minibatch_size": N, "microbatch_size": 1, "per_token": False, "compute_dtype": "bfloat16"}
+    update = make_update(loss, sgd, mesh_of("data=2"), **sizes)
+    traced = jax.jit(update).trace(jnp.zeros(1, jnp.bfloat16), sgd.init(0), None, batch, np.arange(N), N, 1.0)
+    assert not re.search(r":bf16\[.* = psum", str(traced.jaxpr))
+    moved, *_ = traced.lower().compile()(jnp.zeros(1, jnp.bfloat16), sgd.init(0), None, batch, np.arange(N), N, 1.0)
+    assert (moved.dtype, float(moved[0])) == (jnp.bfloat16, -1.0)
 
 
 def test_without_a_decision_nothing_moves(batch):

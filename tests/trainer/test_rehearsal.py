@@ -1,13 +1,17 @@
 """`train --rehearse`: what is smaller, what stays, and how a stage that fails is told."""
 
+import os
+import signal
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hgpo_jax.config import load
+from hgpo_jax.config import CONFIGS, load, resolve
 from hgpo_jax.policy import shardings
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.presets import preset
+from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import rehearsal
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.training import command
@@ -66,6 +70,14 @@ def test_what_nothing_reads_stays():
     assert (household["prompt_limit"], household["response_limit"]) == (4096, 512)
 
 
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_what_a_run_is_allowed_its_rehearsal_is(name):
+    for method in ("hgpo", "ppo"):
+        config = load(name, [f"method={method}", *(["policy=smollm2"] if name == "alfworld_agent" else [])])
+        check_together(config)
+        check_together(resolve(rehearsal.smaller(config, rehearsal._axes(config.mesh))))
+
+
 def test_a_refused_rehearsal_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr(rehearsal, "fresh_tokenizer", lambda config: None)  # all texts of the household, which takes seconds
@@ -85,6 +97,24 @@ def test_a_rehearsal_that_fails_leaves_its_log(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="train one iteration"):
         rehearsal.rehearse(load("household", ["mesh=data=2"]))
     assert len(list(tmp_path.glob("*/train.log"))) == 1
+
+
+def test_a_rehearsal_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
+    stage = "import os, time\nprint(os.getpid(), file=open('pid', 'w'))\nos.kill(os.getppid(), 15)\ntime.sleep(9)"
+    (tmp_path / "hgpo_jax.py").write_text(stage)
+    monkeypatch.chdir(tmp_path)  # where `python -m hgpo_jax` is this program
+    monkeypatch.setenv("PYTHONPATH", "")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit, match=str(128 + signal.SIGTERM)):
+            rehearsal.rehearse(load("household", ["mesh=data=2"]))
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not list(tmp_path.glob("hgpo-rehearsal-*"))
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
 @pytest.mark.slow
