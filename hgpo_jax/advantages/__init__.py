@@ -168,11 +168,15 @@ def _estimate(
     )
     if roles is not None:
         batch = grouping.by_role(batch, roles)
-    if keep == "all":
-        return estimator(batch, **arrays, **dict(options))
-    batch = filtered(batch, keep)
+    if keep != "all":
+        batch = filtered(batch, keep)
     result = estimator(batch, **arrays, **dict(options))
-    return dataclasses.replace(result, keep=batch.mask if result.keep is None else batch.mask & result.keep)
+    if keep != "all":
+        result = dataclasses.replace(result, keep=batch.mask if result.keep is None else batch.mask & result.keep)
+    if "signals" in arrays:  # a compiled environment's are never checked on the host, and an integer cast hides a NaN
+        unusable = batch.mask & ~(jnp.abs(arrays["signals"]) <= checks.LARGEST).all(-1)
+        result = dataclasses.replace(result, advantages=jnp.where(unusable, jnp.nan, result.advantages))
+    return result
 
 
 def _replicate(value: Any) -> Any:
