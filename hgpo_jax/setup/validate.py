@@ -118,6 +118,11 @@ def _check_comparison(config: Config, method: Method) -> None:
     name, keep, by_role = config.method, config.advantage.keep, config.advantage.by_role
     if keep != "all" and method.critic:
         raise ConfigError(f"advantage.keep={keep}: the critic of method={name} learns from all episodes; leave it out")
+    if keep != "all" and config.rollout.group_size == 1:
+        raise ConfigError(
+            f"advantage.keep={keep}: with rollout.group_size=1 it drops every episode, since none of the same task scores "
+            "otherwise; leave it out"
+        )
     if keep == "informative" and method.dynamic_sampling:
         raise ConfigError(f"advantage.keep=informative: method={name} keeps no other episodes anyway; leave it out")
     if by_role and method.estimator in NO_ROLES_TO_TELL_APART:
