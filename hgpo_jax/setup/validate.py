@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
@@ -22,9 +23,6 @@ from hgpo_jax.utils.errors import ConfigError
 
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
 COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gdpo", "grpo", "reinforce_pp_baseline", "rloo")
-
-# Estimators that compare no turns of different roles: they have learned values, or compare whole episodes, or tell roles apart.
-NO_ROLES_TO_TELL_APART = ("dr_mas", "g2rpo", "gae", "himac", "hiper", "reinforce_pp")
 
 
 def check_together(config: Config) -> None:
