@@ -50,6 +50,7 @@ from hgpo_jax.advantages.similarity import similar_states
 
 __all__ = [
     "ESTIMATORS",
+    "NO_ROLES_TO_TELL_APART",
     "Batch",
     "Estimate",
     "estimate",
@@ -85,6 +86,9 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "rloo": rloo,
 }
 
+# Those that compare no turns of different roles: they have learned values, or compare whole episodes, or tell roles apart.
+NO_ROLES_TO_TELL_APART = ("dr_mas", "g2rpo", "gae", "himac", "hiper", "reinforce_pp")
+
 
 def estimate(
     name: str,
@@ -102,7 +106,7 @@ def estimate(
     name: a key of `ESTIMATORS`.
     rewards, mask, states, groups, invalid: the fields of `Batch`; what padding holds is ignored.
     by_role: i32[B, T], 0 or more, the role that acted in each step, for teams. A step is then compared only with those of its
-        role, as in Dr. MAS. What is whitened is whitened over all roles, and `himac` has its own comparisons.
+        role, as in Dr. MAS. What is whitened is whitened over all roles. `NO_ROLES_TO_TELL_APART` do not take it.
     options: the estimator's own keyword arguments, see its docstring; and for any of them `keep`, a name of `filters.FILTERS`:
         the trajectories that it drops take no part, and `Estimate.keep` says so. Default: `all`.
 
@@ -111,8 +115,8 @@ def estimate(
     small), so that the result is the same on every number of devices; inside `jax.jit` that takes a mesh in context
     (`jax.set_mesh`) or inputs that are replicated already.
 
-    Raises ValueError: an unknown estimator or option, a shape or dtype that does not fit, a mask with holes,
-    numbers that are not finite, ids below 0.
+    Raises ValueError: an unknown estimator or option, `by_role` where it has no effect, a shape or dtype that does not
+    fit, a mask with holes, numbers that are not finite, ids below 0.
     """
     arrays_known, options_known = parameters(name)
     keep = options.pop("keep", "all")
@@ -121,8 +125,10 @@ def estimate(
     arrays["invalid"] = np.zeros(shape, bool) if invalid is None else invalid
     for option in options:
         if option not in (*arrays_known, *options_known):
-            raise ValueError(checks.nearest(f"option of {name}", option, (*arrays_known, *options_known)))
+            raise ValueError(checks.unknown_name(f"option of {name}", option, (*arrays_known, *options_known)))
     if by_role is not None:
+        if name in NO_ROLES_TO_TELL_APART:
+            raise ValueError(f"by_role: {name} compares no turns of different roles; leave it out")
         arrays["by_role"] = by_role
     for array in arrays_known:
         if array not in options:
@@ -145,7 +151,7 @@ def estimate(
 def parameters(name: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Returns the further arrays that an estimator needs, and its options with their defaults."""
     if name not in ESTIMATORS:
-        raise ValueError(checks.nearest("estimator", name, ESTIMATORS))
+        raise ValueError(checks.unknown_name("estimator", name, ESTIMATORS))
     keywords = list(inspect.signature(ESTIMATORS[name]).parameters.values())[1:]
     arrays = tuple(p.name for p in keywords if p.default is p.empty)
     return arrays, {p.name: p.default for p in keywords if p.default is not p.empty}
@@ -168,11 +174,15 @@ def _estimate(
     )
     if roles is not None:
         batch = grouping.by_role(batch, roles)
-    if keep == "all":
-        return estimator(batch, **arrays, **dict(options))
-    batch = filtered(batch, keep)
+    if keep != "all":
+        batch = filtered(batch, keep)
     result = estimator(batch, **arrays, **dict(options))
-    return dataclasses.replace(result, keep=batch.mask if result.keep is None else batch.mask & result.keep)
+    if keep != "all":
+        result = dataclasses.replace(result, keep=batch.mask if result.keep is None else batch.mask & result.keep)
+    if "signals" in arrays:  # a compiled environment's are never checked on the host, and an integer cast hides a NaN
+        unusable = batch.mask & ~(jnp.abs(arrays["signals"]) <= checks.LARGEST).all(-1)
+        result = dataclasses.replace(result, advantages=jnp.where(unusable, jnp.nan, result.advantages))
+    return result
 
 
 def _replicate(value: Any) -> Any:

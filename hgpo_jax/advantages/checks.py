@@ -75,7 +75,7 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
 }
 
 
-def nearest(kind: str, name: str, names: Iterable[str]) -> str:
+def unknown_name(kind: str, name: str, names: Iterable[str]) -> str:
     """Returns the text of an error about an unknown name."""
     names = sorted(names)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)

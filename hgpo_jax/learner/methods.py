@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
+from hgpo_jax.advantages import ESTIMATORS, NO_ROLES_TO_TELL_APART, Estimate, checks, estimate, parameters
 from hgpo_jax.config import Config
 from hgpo_jax.envs import user_code
 from hgpo_jax.rollout.episodes import Episodes
@@ -96,10 +96,12 @@ def method_named(name: str) -> Method:
 
 
 def episode_arrays(config: Config, e: Episodes, estimator: str) -> dict[str, Any]:
-    """Returns the arrays of Episodes that an estimator needs besides the batch, and with `advantage.by_role` the roles."""
+    """Returns the arrays of Episodes that an estimator needs besides the batch, and with `advantage.by_role` the roles if it
+    takes them: those of a team's run are compared with others that do not."""
     needed, _ = parameters(estimator)
     arrays = {array: getattr(e, AVAILABLE_ARRAYS[array]) for array in needed if array in AVAILABLE_ARRAYS}
-    arrays |= {"by_role": e.agents if config.advantage.by_role else None}
+    if config.advantage.by_role and estimator not in NO_ROLES_TO_TELL_APART:
+        arrays["by_role"] = e.agents
     return {array: value for array, value in arrays.items() if value is not None}
 
 

@@ -326,7 +326,7 @@ class Program:
             "agents": roles,
         }
         if declared(env):
-            record["signals"] = jax.vmap(env.signal_values)(state)
+            record["signals"] = jax.vmap(env.signal_values)(state).astype(jnp.float32)
         return after, record | notes | self.faults(well_formed, invalid)
 
     def empty_record(self, states: EpisodeState) -> dict:

@@ -91,7 +91,7 @@ def missing_info(info: dict) -> list[str]:
 
 
 def check_compiled(env, protocol: type = CompiledEnv) -> None:
-    """Raises ValueError for the first fault of a compiled environment, and if `reset` or `role` cannot be traced."""
+    """Raises ValueError for the first fault of a compiled environment, and if a function of a state cannot be traced."""
     import jax  # text environments are checked in worker processes, which do not need it
 
     def begin(key):
@@ -111,6 +111,12 @@ def check_compiled(env, protocol: type = CompiledEnv) -> None:
         raise ValueError(f"{name}: the state of reset(key) lacks task: the index of the episode's task type")
     if hasattr(env, "roles") and (shape := traced("role(state)", env.role, state).shape):
         raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
+    if names := declared(env):
+        values = traced("signal_values(state)", env.signal_values, state)
+        is_array = isinstance(values, jax.ShapeDtypeStruct)
+        if not is_array or values.shape != (len(names),) or not jax.numpy.issubdtype(values.dtype, jax.numpy.number):
+            kind = f"{values.dtype}{list(values.shape)}" if is_array else f"a {type(values).__name__}"
+            raise ValueError(f"{name}: signal_values(state) is {kind}; give f32[{len(names)}], for {', '.join(names)}")
 
 
 def check_text(env, time_limit: float | None = None) -> None:

@@ -401,9 +401,12 @@ def check_signals(job: Job) -> None:
             f"{', '.join(job.runner.signals)}; give each another name"
         )
     if "signals" in parameters(job.method.estimator)[0] and not names:
+        mend = "declare them, as hgpo_jax/rollout/signals.py says"
+        if "milestones" in environment(config.env).options:
+            mend = "give env.milestones=true"
         raise ConfigError(
             f"method={config.method}: needs signals, and neither env.name={config.env.name} nor a reward function has any; "
-            "declare them, as hgpo_jax/rollout/signals.py says"
+            f"{mend}"
         )
     if job.method.estimator == "beacon" and names[0] != "milestones":
         raise ConfigError(f"method={config.method}: the first of the signals {', '.join(names)} must be called milestones")

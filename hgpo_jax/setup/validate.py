@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
@@ -22,9 +23,6 @@ from hgpo_jax.utils.errors import ConfigError
 
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
 COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gdpo", "grpo", "reinforce_pp_baseline", "rloo")
-
-# Estimators that compare no turns of different roles: they have learned values, or compare whole episodes, or tell roles apart.
-NO_ROLES_TO_TELL_APART = ("dr_mas", "g2rpo", "gae", "himac", "hiper", "reinforce_pp")
 
 
 def check_together(config: Config) -> None:
@@ -118,6 +116,11 @@ def _check_comparison(config: Config, method: Method) -> None:
     name, keep, by_role = config.method, config.advantage.keep, config.advantage.by_role
     if keep != "all" and method.critic:
         raise ConfigError(f"advantage.keep={keep}: the critic of method={name} learns from all episodes; leave it out")
+    if keep != "all" and config.rollout.group_size == 1:
+        raise ConfigError(
+            f"advantage.keep={keep}: with rollout.group_size=1 it drops every episode, since none of the same task scores "
+            "otherwise; leave it out"
+        )
     if keep == "informative" and method.dynamic_sampling:
         raise ConfigError(f"advantage.keep=informative: method={name} keeps no other episodes anyway; leave it out")
     if by_role and method.estimator in NO_ROLES_TO_TELL_APART:

@@ -78,6 +78,11 @@ class Alarms:
                 "every answer was cut at its limit, and with learner.unfinished=mask nothing is learned; raise "
                 "rollout.response_limit, or give learner.unfinished=train"
             )
+        if row.get("kept_share") == 0:
+            wrong["kept_share"] = (
+                f"method={self._config.method} with advantage.keep={self._config.advantage.keep} kept no step, and nothing is "
+                "learned; see that the episodes of a task differ in their scores and have valid actions"
+            )
         if (cut := row.get("prompts_cut", 0)) > MANY_CUT * row["steps"]:
             wrong["prompts_cut"] = (
                 f"{cut:.0f} of {row['steps']:.0f} prompts were longer than rollout.prompt_limit without history, too, and "

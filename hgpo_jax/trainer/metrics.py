@@ -155,7 +155,7 @@ def advantage_metrics(mask, estimate: Estimate) -> dict:
     metrics = {} if estimate.keep is None else {"kept_share": mask.sum() / happened}
     metrics |= {
         "advantage_abs": jnp.abs(estimate.advantages).sum() / steps,
-        "advantage_zero": ((estimate.advantages == 0) & mask).sum() / steps,
+        "advantage_zero": 1 - ((estimate.advantages != 0) & mask).sum() / steps,  # 1 where no step is kept
     }
     if "switch_rate" in estimate.stats:
         metrics["switch_rate"] = estimate.stats["switch_rate"]

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from batches import worked_example
 
-from hgpo_jax.advantages import ESTIMATORS, checks, estimate, parameters
+from hgpo_jax.advantages import ESTIMATORS, Estimate, checks, estimate, parameters
 
 
 def changed(field, change):
@@ -58,6 +58,13 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("name", ["dr_mas", "g2rpo", "gae", "himac", "hiper", "reinforce_pp"])
+def test_roles_are_refused_where_they_would_change_nothing(name):
+    arguments = {name: value for name, value in worked_example().items() if name != "gamma"}
+    with pytest.raises(ValueError, match=f"^by_role: {name} compares no turns of different roles; leave it out$"):
+        estimate(name, **arguments, by_role=arguments["states"] * 0)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_refused(case):
     name, arguments, message = CASES[case]
@@ -79,6 +86,17 @@ def test_shapes_and_options_are_checked_under_jit():
         jax.jit(traced)(arguments["rewards"][:2])
     with pytest.raises(ValueError, match="history_length=-3"):
         jax.jit(lambda r: traced(r, history_length=-3))(arguments["rewards"])
+
+
+def test_under_jit_a_signal_that_is_no_number_makes_its_step_one_that_an_update_skips(monkeypatch):
+    """Whatever the estimator makes of it: `beacon` counts in integers, which have no NaN."""
+    monkeypatch.setitem(ESTIMATORS, "counted", lambda batch, *, signals: Estimate(signals.astype(int)[..., 0] * 1.0, 0.0))
+    arguments = {name: value for name, value in worked_example().items() if name != "gamma"}
+    signals = np.ones((*arguments["mask"].shape, 2), np.float32)
+    signals[0, 1, 1], signals[1, 0, 0], signals[2, 2, 0] = np.nan, np.inf, -1e16
+    signals[~arguments["mask"]] = np.nan  # padding counts nowhere
+    found = jax.jit(lambda signals: estimate("counted", **arguments, signals=signals).advantages)(signals)
+    assert sorted(zip(*np.nonzero(np.isnan(found)), strict=True)) == [(0, 1), (1, 0), (2, 2)]
 
 
 def test_every_option_is_known_and_its_default_accepted():

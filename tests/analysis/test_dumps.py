@@ -81,6 +81,10 @@ def test_roles_are_told_where_there_are_several(dump):
     own = estimate("dr_mas", **batch, normalize="mean", invalid_penalty=penalty)
     assert "dr_mas" in team.estimators
     np.testing.assert_array_equal(team.estimate("dr_mas").advantages, own.advantages)
+    advantage = team.config.advantage.model_copy(update={"by_role": True})
+    apart = dataclasses.replace(team, config=team.config.model_copy(update={"advantage": advantage}))
+    np.testing.assert_array_equal(apart.estimate("dr_mas").advantages, own.advantages)  # which takes no by_role
+    assert (apart.estimate().advantages != team.estimate().advantages).any()
 
 
 @pytest.mark.parametrize("level", [-1, 0, 1, 2, 99])

@@ -120,6 +120,8 @@ TOGETHER = [
     *((["rollout.group_size=1", f"method={name}"], f"method={name} compares a task's episodes", [])
       for name in COMPARE_EPISODES),
     (["advantage.keep=valid", "method=ppo"], "the critic of method=ppo learns from all", [["advantage.keep=valid"]]),
+    *((["advantage.keep=" + keep, "rollout.group_size=1", f"method={name}"], "with rollout.group_size=1 it drops every", [])
+      for keep in ("informative", "valid") for name in ("hgpo", "reinforce_pp", "beacon")),
     (["advantage.keep=informative", "method=dapo"], "method=dapo keeps no other", [["advantage.keep=valid", "method=dapo"]]),
     (["advantage.by_role=true"], "env.name=household has one role",
      [["advantage.by_role=true", "env.name=household_team", f"method={name}"] for name in ("hgpo", "kpo")]),

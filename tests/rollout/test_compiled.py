@@ -60,7 +60,7 @@ class Ring:
         return state.cell == state.goal
 
     def signal_values(self, state):
-        return jnp.stack([state.cell, state.turn]).astype(jnp.float32)
+        return jnp.stack([state.cell, state.turn])  # i32, of which the rollout makes f32
 
     def _observe(self, state, moved):
         return jnp.stack([state.cell + 1, moved])
@@ -125,6 +125,7 @@ def test_signals_are_those_of_the_state_after_each_turn(episodes):
     e = episodes
     later = e.mask[:, 1:]
     np.testing.assert_array_equal(e.signals[:, :-1, 0][later], e.observations[:, 1:, 0][later] - 1)
+    assert e.signals.dtype == np.float32
     np.testing.assert_array_equal(e.signals[..., 1], np.where(e.mask, np.arange(1, T + 1), 0))
 
 

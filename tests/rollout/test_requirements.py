@@ -50,8 +50,13 @@ class Room:
         return self.state(**{name: jnp.int32(0) for name in self.state.__annotations__}), jnp.zeros(1, jnp.int32)
 
 
+def signals(values):
+    return {"signals": ("milestones",), "signal_values": values}
+
+
 def test_complete_ones_pass():
     check_compiled(Room())
+    check_compiled(type("Mine", (Room,), signals(lambda self, state: state.task[None]))())
     check_text(Counting())
 
 
@@ -73,6 +78,12 @@ def test_a_compiled_environment():
         ({"reset": lambda self, key: jnp.zeros(1)}, r"Mine: reset\(key\) fails with [A-Za-z]*Error: "),
         ({"max_turns": "3"}, "Mine: max_turns is '3'; give a whole number above 0"),
         ({"goal_length": 2.0}, "Mine: goal_length is 2.0; "),
+        (signals(lambda self, state: state.task), r"Mine: signal_values\(state\) is int32\[\]; give f32\[1\], for milestones"),
+        (signals(lambda self, state: jnp.zeros(2)), r"Mine: signal_values\(state\) is float32\[2\]; give f32\[1\], "),
+        (signals(lambda self, state: jnp.array([True])), r"Mine: signal_values\(state\) is bool\[1\]; "),
+        (signals(lambda self, state: [state.task]), r"Mine: signal_values\(state\) is a list; "),
+        (signals(lambda self, state: state.no_such), r"Mine: signal_values\(state\) fails with AttributeError: .*no_such"),
+        (signals(5), r"Mine: signal_values\(state\) fails with TypeError: "),
     ],
 )
 def test_what_a_compiled_environment_says(members, message):

@@ -179,8 +179,11 @@ def test_a_buffer_keeps_the_signals_of_each_turn():
 
 
 def test_what_does_not_fit_together_is_refused_before_a_run(job):
-    with refused("method=gdpo: needs signals, and neither env.name=household_text nor a reward function has any", ConfigError):
+    with refused("needs signals, and neither env.name=household_text nor a reward function has any; declare them", ConfigError):
         check_signals(job(signals=(), function="plain"))
+    household = types.SimpleNamespace(signals=())
+    with refused("neither env.name=household nor a reward function has any; give env.milestones=true", ConfigError):
+        check_signals(Job(load(None, ["method=beacon"]), None, {}, None, household))
     with refused("signals are polite, polite, of which env.name=household_text has polite", ConfigError):
         check_signals(job(signals=("polite",)))
     with refused("advantage.signal_weights=1.0,2.0: give one for each signal: format, cost, polite", ConfigError):

@@ -94,6 +94,14 @@ def test_a_run_that_leaves_out_every_answer_is_warned():
     assert Alarms(load()).check(row(0, **cut)) == []
 
 
+def test_a_run_whose_filter_drops_everything_is_warned_once():
+    alarms = Alarms(load(None, ["advantage.keep=valid"]))
+    assert alarms.check(row(0, kept_share=0.1)) == []
+    (said,) = alarms.check(row(1, kept_share=0.0))
+    assert said.startswith("iteration 2: method=hgpo with advantage.keep=valid kept no step, and nothing is learned; ")
+    assert alarms.check(row(2, kept_share=0.0)) == []
+
+
 def test_a_run_without_a_turn_to_learn_from_ends():
     with pytest.raises(RunError, match=r"^iteration 5: the reward function gave no finite numbers in any of its 8 episodes$"):
         Alarms(load()).check(row(4, steps=0.0, **{"reward/failed": 8.0}))

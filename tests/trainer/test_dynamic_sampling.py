@@ -150,6 +150,12 @@ def test_metrics_of_each_role():
         assert metrics[f"by_role/response_length/{role}"] == pytest.approx(e.response_lengths[own].mean())
 
 
+def test_where_a_filter_drops_every_step_all_advantages_are_zero():
+    mask = jnp.ones((B, T), bool)
+    metrics = advantage_metrics(mask, advantages.Estimate(jnp.zeros((B, T)), jnp.zeros((B, T)), keep=~mask))
+    assert metrics["kept_share"] == metrics["advantage_abs"] == 0 and metrics["advantage_zero"] == 1
+
+
 def test_hgpo_with_no_history_is_reported_beside_hgpo():
     e = episodes(3, [MIXED] * GROUPS)
     batch = {"rewards": e.rewards, "mask": e.mask, "states": e.states, "groups": e.groups, "invalid": e.invalid}

@@ -60,7 +60,9 @@ def row_and_die(self, iteration, *rest):
     row(self, iteration, *rest)
     if iteration == %d:
         self.wait(dumps=True)
+        end = time.monotonic() + 300
         while not (self._folder / "checkpoints" / str(iteration)).exists():  # the one before, which another thread writes
+            assert time.monotonic() < end, "the checkpoint was not written"
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 Recorder.row = row_and_die

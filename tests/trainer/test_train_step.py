@@ -19,6 +19,7 @@ from hgpo_jax.learner import losses
 from hgpo_jax.policy import network
 from hgpo_jax.rollout.episodes import Episodes, action_ids
 from hgpo_jax.setup.job import Job, PolicySetup
+from hgpo_jax.trainer.alarms import estimator_fault
 from hgpo_jax.trainer.step import _shuffle, make_train_step
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
 
@@ -243,6 +244,16 @@ def test_what_is_said_of_the_advantages(episodes):
         assert metrics[f"hierarchy/s2_level{level}"] == pytest.approx(float(stats["s2"][column]), rel=1e-4)
     for column, level in enumerate((0, 1)):
         assert metrics[f"hierarchy/tau2_level{level}"] == pytest.approx(float(stats["tau2"][column]), rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_signal_that_is_no_number_stops_the_update_and_is_named(episodes):
+    """One of a compiled environment, which nothing has checked on the way."""
+    e = episodes.replace(signals=np.where(np.arange(T) == 1, np.nan, np.ones((B, T)))[..., None].astype(np.float32))
+    state, metrics, before = learn(e, "method=beacon")
+    assert metrics["nonfinite_steps"] == 1
+    jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
+    assert "signals[0, 1, 0] is nan" in estimator_fault(load(None, [*SETTINGS, "method=beacon"]), e)
 
 
 def test_what_is_said_of_each_role(episodes):
