@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from importlib.metadata import version
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from hgpo_jax.learner.methods import AVAILABLE_ARRAYS
 from hgpo_jax.rollout.environments import backend
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job, build
+from hgpo_jax.setup.memory import configs_by_policy
 from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.trainer.resume import FREE_TO_CHANGE
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -52,25 +56,23 @@ def nearest(folder: Path, level: float) -> int:
 
 
 def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batches: int, continuations: int) -> None:
-    """Writes a snapshot of a run, unless there is one already. Raises ConfigError."""
+    """Writes a snapshot of a run, unless the same one is there already. Raises ConfigError."""
+    config = read_config(run)
+    refuse(config, run)
+    plan = {"run": digest(config), "setting": setting, "level": level}
+    plan |= {"prompt_groups": groups, "batches": batches, "continuations": continuations}
     if file.exists():
-        load(file)
+        refuse_another(file, plan)
         say(f"{file}: is there")
         return
-    config = read_config(run)
-    if backend(config) != "compiled":
-        raise ConfigError(f"{run}: env.name={config.env.name}: a snapshot needs an environment compiled with the policy")
     iteration = nearest(run, level)
     job, reference, state = restore(run, iteration)
-    if len(job.policies) > 1 or config.rollout.group_size < 2:
-        raise ConfigError(f"{run}: a snapshot needs one policy for all roles, and rollout.group_size of 2 or more")
     rollout = config.rollout.model_copy(update={"prompt_groups": groups})
     wide = build(config.model_copy(update={"rollout": rollout}), job.mesh)
     arrays = sample(wide, job.rollout_params(state.params, reference), FIRST + iteration * batches, batches, continuations)
     about = About(
+        **plan,
         format=FORMAT,
-        setting=setting,
-        level=level,
         success=float(arrays["success"].mean()),
         seed=config.seed,
         iteration=iteration,
@@ -78,7 +80,6 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
         environment=config.env.name,
         gamma=config.advantage.gamma,
         history_length=config.rollout.history_length,
-        continuations=continuations,
         parameters=sum(a.size for a in jax.tree.leaves(reference)),
         versions={name: version(name) for name in ("hgpo_jax", "jax", "numpy")},
         fields=learned_with(config),
@@ -86,6 +87,36 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
     file.parent.mkdir(parents=True, exist_ok=True)
     Snapshot(arrays, about).save(file)
     say(f"{file}: {about.success:.0%} success after {iteration} iterations, {arrays['mask'].sum()} steps")
+
+
+def refuse(config: Config, run: Path) -> None:
+    """Raises ConfigError for a run that no snapshot can be made of."""
+    if backend(config) != "compiled":
+        raise ConfigError(f"{run}: env.name={config.env.name}: a snapshot needs an environment compiled with the policy")
+    if config.reward.source:
+        raise ConfigError(f"{run}: learned from reward.source, and a snapshot holds the environment's rewards alone")
+    if config.rollout.group_size < 2 or len(configs_by_policy(config)) > 1:
+        raise ConfigError(f"{run}: a snapshot needs one policy for all roles, and rollout.group_size of 2 or more")
+
+
+def refuse_another(file: Path, plan: dict) -> None:
+    """Raises ConfigError if a file's snapshot is not the one that was planned."""
+    about = load(file).about
+    differ = [name for name, value in plan.items() if getattr(about, name) != value]
+    if differ:
+        what = "another run's snapshot" if "run" in differ else f"a snapshot with {differ[0]}={getattr(about, differ[0])}"
+        raise ConfigError(f"{file}: holds {what}; give --setting or another DIR")
+
+
+def digest(config: Config) -> str:
+    """Returns a digest of the fields that affect learning; equal ones and an equal seed make the same run."""
+    excluded: dict = {"name": True}
+    for name in FREE_TO_CHANGE:
+        section, _, field = name.partition(".")
+        excluded[section] = excluded.get(section, set()) | {field} if field else True
+    fields = config.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
+    fields = {name: value for name, value in fields.items() if value != {}}  # a section without the others
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def learned_with(config: Config) -> dict:

@@ -44,12 +44,13 @@ OPTIONAL_KINDS = {"signals": ("f", "BTS")}
 class About(Section):
     """What a snapshot says of itself.
 
-    setting: the name that snapshots are pooled under. level: the success that was asked for; success: that of the episodes.
-    iteration: of the run that trained the policy. parameters: of the policy. fields: those of the run that are not at their
-    defaults.
+    run: a digest of what the policy learned with. setting: the name that snapshots are pooled under. level: the success that
+    was asked for; success: that of the episodes. prompt_groups: of a batch. iteration: of the run that trained the policy.
+    parameters: of the policy. fields: those of the run that are not at their defaults.
     """
 
     format: int
+    run: str
     setting: str
     level: float
     success: float
@@ -59,6 +60,8 @@ class About(Section):
     environment: str
     gamma: float
     history_length: int
+    prompt_groups: int
+    batches: int
     continuations: int
     parameters: int
     versions: dict[str, str]

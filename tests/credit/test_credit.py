@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 from synthetic import snapshot
 
+from hgpo_jax import config as configuration
 from hgpo_jax.advantages import ESTIMATORS
+from hgpo_jax.analysis.dumps import read_config
+from hgpo_jax.config import dump
 from hgpo_jax.credit import __main__ as credit
 from hgpo_jax.credit import contenders, make, table
 from hgpo_jax.credit.contenders import Contender
@@ -163,6 +166,70 @@ def test_the_checkpoint_nearest_to_a_level_is_taken(run):
     (run / "metrics.jsonl").write_text("")
     with refused("has not finished an iteration", ConfigError):
         make.nearest(run, 0.2)
+
+
+SIZES = {"groups": 4, "batches": 4, "continuations": 100}
+
+
+def run_with(folder, *fields):
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump(configuration.load("household", fields)))
+    return folder
+
+
+@pytest.fixture
+def taken(tmp_path):
+    """A run, and a snapshot of it."""
+    run = run_with(tmp_path / "a")
+    about = {"run": make.digest(read_config(run)), "setting": "household"}
+    snapshot(**about)[0].save(tmp_path / "household-s0-50.npz")
+    return run, tmp_path / "household-s0-50.npz"
+
+
+def test_a_snapshot_is_kept_if_it_is_the_one_asked_for(taken, capsys):
+    run, file = taken
+    make.make(run, file, "household", 0.5, **SIZES)
+    assert "is there" in capsys.readouterr().out
+    longer = run_with(run.parent / "longer", "iterations=99", "log.tensorboard=false", "run_dir=x", "name=b", "env.workers=3")
+    make.make(longer, file, "household", 0.5, **SIZES)
+    for name, field in {"batches": "batches", "groups": "prompt_groups", "continuations": "continuations"}.items():
+        with refused(f"holds a snapshot with {field}={SIZES[name]}; give --setting or another DIR", ConfigError):
+            make.make(run, file, "household", 0.5, **SIZES | {name: 8})
+    with refused("holds a snapshot with setting=household;", ConfigError):
+        make.make(run, file, "house/hold", 0.5, **SIZES)
+
+
+@pytest.mark.parametrize("field", ["method=grpo", "env.tasks=two", "advantage.gamma=0.9", "policy=elsewhere", "seed=1"])
+def test_another_runs_snapshot_is_not_taken_for_this_ones(field, taken):
+    run, file = taken
+    other = run_with(run.parent / "other", field)
+    with refused("household-s0-50.npz: holds another run's snapshot; give --setting or another DIR", ConfigError):
+        make.make(other, file, "household", 0.5, **SIZES)
+
+
+def test_runs_whose_snapshots_would_have_one_name_are_refused(tmp_path):
+    runs = [f"--run={run_with(tmp_path / name, field)}" for name, field in {"a": "method=hgpo", "b": "method=grpo"}.items()]
+    with refused("--run: 2 of them would make household-s0-*.npz", ConfigError):
+        credit.main(["snapshot", str(tmp_path / "made"), *runs])
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("reward=math:sqrt", "learned from reward.source"),
+        ("rollout.group_size=1", "one policy for all roles, and rollout.group_size of 2 or more"),
+        ("env.name=household_text", "needs an environment compiled with the policy"),
+    ],
+)
+def test_runs_without_snapshots_are_refused_before_they_are_restored(field, said, tmp_path):
+    with refused(said, ConfigError):
+        make.make(run_with(tmp_path / "a", field), tmp_path / "a.npz", "a", 0.5, **SIZES)
+
+
+def test_roles_with_policies_of_their_own_are_refused(tmp_path):
+    run = run_with(tmp_path / "a", "env.name=household_team", "roles.carrier.policy=own")
+    with refused("one policy for all roles", ConfigError):
+        make.make(run, tmp_path / "a.npz", "a", 0.5, **SIZES)
 
 
 SMALL = (
