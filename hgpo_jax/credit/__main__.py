@@ -88,11 +88,15 @@ def file_name(setting: str, seed: int) -> str:
 
 def train(args, folder: Path, seed: int) -> Path:
     """Trains a run in DIR/runs, or finds it there, with a checkpoint of every iteration; returns its folder."""
-    keeps = ["log.checkpoint_every=1", "log.keep_checkpoints=1000", f"cloning.stop_at={args.levels[0] * 0.75}"]
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
-    fields = configuration.read_fields(args.config, [*keeps, *args.overrides, *mesh, f"seed={seed}"])
-    fields["run_dir"] = str(folder / "runs" / file_name(args.setting or configuration.resolve(fields).name, seed))
-    return training.train(fields, "auto")
+    overrides = [*args.overrides, *mesh, f"seed={seed}"]
+    name = args.setting or configuration.load(args.config, overrides).name
+    run = folder / "runs" / file_name(name, seed)
+    begun = (run / "config.yaml").is_file()  # with the levels of an earlier call
+    stop_at = read_config(run).cloning.stop_at if begun else args.levels[0] * 0.75
+    keeps = ["log.checkpoint_every=1", "log.keep_checkpoints=1000", f"cloning.stop_at={stop_at}"]
+    fields = configuration.read_fields(args.config, [*keeps, *overrides])
+    return training.train(fields | {"run_dir": str(run)}, "auto")
 
 
 @Heartbeat("scores")

@@ -140,6 +140,24 @@ def test_the_table_compares_in_pairs(tmp_path):
         table.compute(snapshots, [near], broken)
 
 
+class ZeroOnFirst(Contender):
+    """The true advantages, but 0 on the snapshot with seed 0."""
+
+    def advantages(self, one):
+        return one["true_advantages"] * (one.about.seed > 0)
+
+
+def test_a_cosine_that_is_none_is_a_dash_in_the_last_row():
+    snapshots = {f"s{seed}": snapshot(seed, level=0.2 + 0.3 * seed)[0] for seed in range(2)}
+    best, zero, worst = NearTruth("hgpo", ("0.1",)), ZeroOnFirst("grpo"), NearTruth("hgpo", ("1",))
+    text = table.markdown(table.compute(snapshots, [worst, zero, best], worst))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows[2:]] == ["hgpo 0.1", "hgpo 1", "grpo"]
+    assert rows[-1][1:3] == ["-", "-"] and rows[-1][-2] == "-" and float(rows[-1][-1]) > 0.99 and "nan" not in text
+    with refused("--against grpo: has no cosine on s0: its advantages are all 0 there", ConfigError):
+        table.compute(snapshots, [best], zero)
+
+
 def test_one_snapshot_has_no_interval_and_json_no_nan(tmp_path):
     standing = table.compute({"one": snapshot()[0]}, [NearTruth("hgpo", ("1",))], NearTruth("hgpo", ("0",)))
     standing.scores["hgpo 1"]["one"] |= {"bias2": np.nan, "cosine": 0.5}
@@ -172,7 +190,7 @@ SIZES = {"groups": 4, "batches": 4, "continuations": 100}
 
 
 def run_with(folder, *fields):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(dump(configuration.load("household", fields)))
     return folder
 
@@ -211,6 +229,25 @@ def test_runs_whose_snapshots_would_have_one_name_are_refused(tmp_path):
     runs = [f"--run={run_with(tmp_path / name, field)}" for name, field in {"a": "method=hgpo", "b": "method=grpo"}.items()]
     with refused("--run: 2 of them would make household-s0-*.npz", ConfigError):
         credit.main(["snapshot", str(tmp_path / "made"), *runs])
+
+
+@pytest.mark.parametrize(
+    ("begun", "fields", "stop_at"),
+    [(False, [], 0.225), (True, [], 0.15), (True, ["cloning.stop_at=0.1"], 0.1), (False, ["cloning.stop_at=0.1"], 0.1)],
+)
+def test_a_run_that_has_begun_keeps_the_end_of_its_warm_start(begun, fields, stop_at, tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "household-s3"
+
+    def train(fields, resume):
+        assert fields["cloning"]["stop_at"] == pytest.approx(stop_at) and fields["run_dir"] == str(run)
+        return run if begun else run_with(run)
+
+    monkeypatch.setattr(credit.training, "train", train)
+    monkeypatch.setattr(make, "make", lambda *_, **__: None)
+    monkeypatch.setattr(credit.card, "write", lambda _: None)
+    if begun:
+        run_with(run, "cloning.stop_at=0.15", "seed=3")
+    credit.main(["snapshot", str(tmp_path), "--levels", "30", "--seeds", "3", *fields])
 
 
 @pytest.mark.parametrize(
