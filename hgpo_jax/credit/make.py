@@ -36,11 +36,11 @@ def success_by_iteration(folder: Path) -> dict[int, float]:
 
     Raises ConfigError if the run has not learned yet.
     """
-    success = [row["success"] for row in read_metrics(folder)]
+    success = {row["iteration"]: row["success"] for row in read_metrics(folder)}
     if not success:
         raise ConfigError(f"{folder}: the run has not finished an iteration")
     kept = {int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()} | {0}
-    return {iteration: success[iteration] for iteration in sorted(kept) if iteration < len(success)}
+    return {iteration: success[iteration] for iteration in sorted(kept) if iteration in success}
 
 
 def nearest(folder: Path, level: float) -> int:
@@ -76,8 +76,8 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
         success=float(arrays["success"].mean()),
         seed=config.seed,
         iteration=iteration,
-        method=config.method,
-        environment=config.env.name,
+        method=without_folders(config.method),
+        environment=without_folders(config.env.name),
         gamma=config.advantage.gamma,
         history_length=config.rollout.history_length,
         parameters=sum(a.size for a in jax.tree.leaves(reference)),
@@ -121,7 +121,16 @@ def digest(config: Config) -> str:
 
 def learned_with(config: Config) -> dict:
     """Returns the fields of a run that are not at their defaults and do not name places."""
-    return config.model_dump(mode="json", exclude_defaults=True, exclude=PLACES)  # type: ignore[arg-type]
+    return without_folders(config.model_dump(mode="json", exclude_defaults=True, exclude=PLACES))  # type: ignore[arg-type]
+
+
+def without_folders(value):
+    """Returns the value of a field, or several, with only the last part of every path, as in `my_file.py:NAME`."""
+    if isinstance(value, dict):
+        return {name: without_folders(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_folders(inner) for inner in value]
+    return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 
 def sample(job: Job, params, first: int, batches: int, continuations: int) -> dict[str, np.ndarray]:

@@ -181,6 +181,9 @@ def test_the_checkpoint_nearest_to_a_level_is_taken(run):
     assert [make.nearest(run, level) for level in (0.15, 0.35, 0.65)] == [0, 3, 6]
     with refused("no checkpoint has a success near 85%, the nearest 70%", ConfigError):
         make.nearest(run, 0.85)
+    rows = [{"iteration": i, "success": 0.1 * i} for i in (3, 4, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert make.success_by_iteration(run) == {3: pytest.approx(0.3)}
     (run / "metrics.jsonl").write_text("")
     with refused("has not finished an iteration", ConfigError):
         make.nearest(run, 0.2)
@@ -267,6 +270,14 @@ def test_roles_with_policies_of_their_own_are_refused(tmp_path):
     run = run_with(tmp_path / "a", "env.name=household_team", "roles.carrier.policy=own")
     with refused("one policy for all roles", ConfigError):
         make.make(run, tmp_path / "a.npz", "a", 0.5, **SIZES)
+
+
+def test_snapshots_keep_no_places():
+    fields = ["method=/home/me/own.py:mine", "env.name=../x.py:E", 'env.options={data: /home/me/games/, n: [./a, "b"]}',
+              "cache_dir=/home/me/cache", "policy=/home/me/policy", "run_dir=/home/me/run"]  # fmt: skip
+    options = {"data": "games", "n": ["a", "b"]}
+    expected = {"method": "own.py:mine", "env": {"name": "x.py:E", "options": options}, "policy": {}}
+    assert make.learned_with(configuration.load(None, fields)) == expected
 
 
 SMALL = (

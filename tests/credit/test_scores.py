@@ -75,6 +75,18 @@ def test_an_estimator_that_points_away_has_no_scale():
     assert numbers["cosine"] < 0 and np.isnan(numbers["bias2"]) and np.isnan(numbers["variance"])
 
 
+@pytest.mark.parametrize(
+    ("environment", "says", "not_said"),
+    [("sokoban", "nothing personal", "ALFWorld"), ("alfworld", "MIT", "decides"), ("x.py:E", "decides on their", "apache")],
+)
+def test_the_card_says_what_was_played(environment, says, not_said, tmp_path):
+    snapshot(environment=environment)[0].save(tmp_path / "drawn.npz")
+    card.write(tmp_path)
+    text = (tmp_path / card.FILE).read_text()
+    assert f"The policies played {environment}." in text and says in text and not_said not in text
+    assert text.startswith("---\n")
+
+
 def test_the_card_scores_without_the_library(tmp_path, monkeypatch):
     one, _ = snapshot()
     one.save(tmp_path / "drawn.npz")
