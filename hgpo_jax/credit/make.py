@@ -15,10 +15,10 @@ from hgpo_jax.analysis.earlier_policies import restore
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.config import Config
 from hgpo_jax.credit.snapshot import FORMAT, KINDS, OPTIONAL_KINDS, About, Snapshot, load
-from hgpo_jax.learner.methods import AVAILABLE_ARRAYS
-from hgpo_jax.rollout.environments import backend
+from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, method_named
+from hgpo_jax.rollout.environments import backend, role_names
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.setup.job import Job, build
+from hgpo_jax.setup.job import MAX_TRIES, Job, build
 from hgpo_jax.setup.memory import configs_by_policy
 from hgpo_jax.trainer.metrics import read_metrics
 from hgpo_jax.trainer.resume import FREE_TO_CHANGE
@@ -66,10 +66,11 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
         say(f"{file}: is there")
         return
     iteration = nearest(run, level)
+    numbers = batch_numbers(config, iteration, groups, batches)
     job, reference, state = restore(run, iteration)
     rollout = config.rollout.model_copy(update={"prompt_groups": groups})
     wide = build(config.model_copy(update={"rollout": rollout}), job.mesh)
-    arrays = sample(wide, job.rollout_params(state.params, reference), FIRST + iteration * batches, batches, continuations)
+    arrays = sample(wide, job.rollout_params(state.params, reference), numbers, continuations)
     about = About(
         **plan,
         format=FORMAT,
@@ -81,6 +82,7 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
         gamma=config.advantage.gamma,
         history_length=config.rollout.history_length,
         parameters=sum(a.size for a in jax.tree.leaves(reference)),
+        signals=list(wide.signals),
         versions={name: version(name) for name in ("hgpo_jax", "jax", "numpy")},
         fields=learned_with(config),
     )
@@ -119,6 +121,22 @@ def digest(config: Config) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def batch_numbers(config: Config, iteration: int, groups: int, batches: int) -> range:
+    """Returns a number for each batch, as `Job.episode_inputs` takes them.
+
+    In all of them the first role of a team would learn: for another one, the members of a group would share their first turn's
+    key. Raises ConfigError where the numbers of tasks would leave 32 bits.
+    """
+    method = method_named(config.method)
+    step = method.alternate * len(role_names(config)) if method.alternate else 1
+    first = (FIRST + iteration * batches) * step
+    numbers = range(first, first + batches * step, step)
+    most = (2**31 - 1) // (numbers.stop * (MAX_TRIES if method.dynamic_sampling else 1))
+    if groups > most:
+        raise ConfigError(f"--groups {groups}: the numbers of the tasks would leave 32 bits; give {most} or fewer")
+    return numbers
+
+
 def learned_with(config: Config) -> dict:
     """Returns the fields of a run that are not at their defaults and do not name places."""
     return without_folders(config.model_dump(mode="json", exclude_defaults=True, exclude=PLACES))  # type: ignore[arg-type]
@@ -133,21 +151,21 @@ def without_folders(value):
     return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 
-def sample(job: Job, params, first: int, batches: int, continuations: int) -> dict[str, np.ndarray]:
-    """Plays the same tasks in every batch, and returns the arrays of a snapshot."""
-    tasks, parts = job.episode_inputs(first)[0], []
+def sample(job: Job, params, numbers: range, continuations: int) -> dict[str, np.ndarray]:
+    """Plays the same tasks in every batch, and returns the arrays of a snapshot. numbers: `batch_numbers`."""
+    tasks, parts = job.episode_inputs(numbers.start)[0], []
     ids: dict[bytes, int] = {}
-    for batch in range(batches):
-        _, *inputs = job.episode_inputs(first + batch)
+    for batch, number in enumerate(numbers):
+        _, *inputs = job.episode_inputs(number)
         e: Episodes = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
-        truth = true_advantages(job, params, tasks, e, continuations=continuations, seed=first + batch)
+        truth = true_advantages(job, params, tasks, e, continuations=continuations, seed=number)
         arrays = {name: getattr(e, AVAILABLE_ARRAYS.get(name, name), None) for name in KINDS | OPTIONAL_KINDS}
         arrays |= {"true_advantages": truth.advantages, "standard_error": truth.standard_error, "true_values": truth.values}
         arrays["situations"] = situations(job, tasks, e, ids)
         arrays["batch"] = np.full(len(e.mask), batch, np.int32)
         arrays["groups"] = e.groups + batch * job.config.rollout.prompt_groups
         parts.append({name: compact(a) for name, a in arrays.items() if a is not None})
-        say(f"batch {batch + 1} of {batches}: {e.mask.sum()} steps, {e.success.mean():.0%} success")
+        say(f"batch {batch + 1} of {len(numbers)}: {e.mask.sum()} steps, {e.success.mean():.0%} success")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

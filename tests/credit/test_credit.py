@@ -1,7 +1,9 @@
 """`python -m hgpo_jax.credit`: files that are refused, methods that are scored, tables, and levels of runs."""
 
 import json
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from synthetic import snapshot
@@ -13,7 +15,8 @@ from hgpo_jax.config import dump
 from hgpo_jax.credit import __main__ as credit
 from hgpo_jax.credit import contenders, make, table
 from hgpo_jax.credit.contenders import Contender
-from hgpo_jax.credit.snapshot import load, load_all
+from hgpo_jax.credit.snapshot import Snapshot, load, load_all
+from hgpo_jax.setup.job import Job
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.refusals import refused
 
@@ -33,6 +36,7 @@ DAMAGE = {
     "an array is unknown": (lambda a: a | {"tusk": a["task"]}, "tusk is unknown"),
     "a shape": (lambda a: a | {"states": a["states"][:, :-1]}, "states is int32[128, 4] beside a mask of [128, 5]"),
     "a kind": (lambda a: a | {"groups": a["groups"] * 0.5}, "groups is float64[128]"),
+    "signals": (lambda a: a | {"signals": a["rewards"][..., None]}, "signals are 1, with 0 names"),
     "not finite": (lambda a: a | {"true_values": a["true_values"] * np.nan}, "true_values holds a number that is not finite"),
     "below 0": (lambda a: a | {"batch": a["batch"] - 1}, "batch holds -1"),
     "a hole": (lambda a: a | {"mask": a["mask"][:, ::-1]}, "mask is not a prefix"),
@@ -108,6 +112,19 @@ def test_every_estimator_is_scored_once_or_lacks_something():
     lacks = {name: Contender(name).missing([one]) for name in names}
     assert lacks["ppo"] == "needs final_values, values, which a snapshot does not hold"
     assert "signals" in lacks["gdpo"] and lacks["hgpo"] == lacks["graphgpo"] == ""
+
+
+def test_beacon_is_scored_on_milestones_alone(tmp_path):
+    one, other = (with_signals(snapshot()[0], names) for names in (["milestones", "cost"], ["cost", "milestones"]))
+    assert Contender("gdpo").missing([one, other]) == Contender("beacon").missing([one]) == ""
+    assert Contender("beacon").missing([one, other]) == "needs milestones as the first signal, which a snapshot does not hold"
+    one.save(tmp_path / "one.npz")
+    assert load(tmp_path / "one.npz").about.signals == ["milestones", "cost"]
+
+
+def with_signals(one, names):
+    signals = np.zeros((*one["mask"].shape, len(names)), np.float32)
+    return Snapshot(one.arrays | {"signals": signals}, one.about.model_copy(update={"signals": names}))
 
 
 class NearTruth(Contender):
@@ -278,6 +295,33 @@ def test_snapshots_keep_no_places():
     options = {"data": "games", "n": ["a", "b"]}
     expected = {"method": "own.py:mine", "env": {"name": "x.py:E", "options": options}, "policy": {}}
     assert make.learned_with(configuration.load(None, fields)) == expected
+
+
+@pytest.mark.parametrize("method", ["himac", "hgpo", "dapo"])
+def test_the_members_of_a_group_begin_with_keys_of_their_own(method):
+    config = configuration.load(None, [f"method={method}", "env.name=household_plan", "rollout.prompt_groups=2"])
+    runner = SimpleNamespace(roles=("planner", "executor"), select_tasks=lambda stream, seed, indices: indices)
+    job = Job(config, None, {}, None, runner)
+    used = []
+    for iteration in (0, 1):
+        numbers = make.batch_numbers(config, iteration, 2, 3)
+        assert len(numbers) == 3
+        for number in numbers:
+            keys = jax.random.key_data(job.episode_inputs(number)[1])
+            assert len(np.unique(keys.reshape(job.batch, -1, 2)[:, 0], axis=0)) == job.batch
+        used += numbers
+    assert len(set(used)) == 6
+
+
+@pytest.mark.parametrize(("method", "most"), [("hgpo", 1073), ("dapo", 268)])
+def test_task_numbers_stay_in_32_bits(method, most):
+    config = configuration.load(None, [f"method={method}", f"rollout.prompt_groups={most}", "rollout.group_size=2"])
+    *_, last = make.batch_numbers(config, 0, most, 4)
+    runner = SimpleNamespace(roles=("player",), select_tasks=lambda stream, seed, indices: indices)
+    tasks = Job(config, None, {}, None, runner).episode_inputs(last)[0]
+    assert tasks.min() > 0 and tasks.max() - tasks.min() == most - 1
+    with refused(f"--groups {most + 1}: the numbers of the tasks would leave 32 bits; give {most} or fewer", ConfigError):
+        make.batch_numbers(config, 0, most + 1, 4)
 
 
 SMALL = (
