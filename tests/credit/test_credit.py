@@ -18,6 +18,7 @@ from hgpo_jax.credit.contenders import Contender
 from hgpo_jax.credit.snapshot import Snapshot, load, load_all
 from hgpo_jax.setup.job import Job
 from hgpo_jax.utils.errors import ConfigError
+from tests.envs.test_user_code import COMPILED
 from tests.helpers.refusals import refused
 
 
@@ -325,7 +326,7 @@ def test_task_numbers_stay_in_32_bits(method, most):
 
 
 SMALL = (
-    "warm_start=none", "iterations=1", "env.max_turns=4", "rollout.prompt_groups=2", "rollout.group_size=4",
+    "env.name=./rooms.py:Corridor", "warm_start=none", "iterations=1", "rollout.prompt_groups=2", "rollout.group_size=4",
     "policy.hidden_size=16", "policy.intermediate_size=16", "policy.num_hidden_layers=1", "evaluation.episodes=8",
     "learner.minibatch_size=32", "log.tensorboard=false",
 )  # fmt: skip
@@ -334,13 +335,16 @@ SMALL = (
 @pytest.mark.slow
 def test_from_training_to_scores(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sizes = ("--levels", "0", "--groups", "2", "--batches", "2", "--continuations", "4")
+    monkeypatch.setattr(make, "FARTHEST", 1)
+    easy = COMPILED.replace("action[0] == 2]", "action[0] % 2 == 0]")  # which an untrained policy wins now and then
+    (tmp_path / "rooms.py").write_text(easy)
+    sizes = ("--levels", "0", "--groups", "2", "--batches", "2", "--continuations", "16")
     ask = ["snapshot", "made", "--setting", "a place/at home", *sizes, *SMALL, f"cache_dir={tmp_path}/cache"]
     credit.main(ask)
     file = tmp_path / "made" / "a-place-at-home-s0-0.npz"
     one, written = load(file), file.stat().st_mtime_ns
     assert one["mask"].shape == (16, 4) and len(one.batches()) == 2 and sorted(set(one["groups"])) == [0, 1, 2, 3]
-    assert one.about.setting == "a place/at home"
+    assert one.about.setting == "a place/at home" and one.about.environment == "rooms.py:Corridor"
     assert "cache_dir" not in one.about.fields and one.about.fields["iterations"] == 1
     mask = one["mask"]
     for situation in np.unique(one["situations"][mask]):
