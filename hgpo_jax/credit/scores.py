@@ -22,7 +22,8 @@ def score(advantages: np.ndarray, snapshot: Snapshot) -> dict[str, float]:
 
     cosine: to the true advantages, over all steps. scale: c. sign: share of the steps with a clear true advantage whose sign is
     right; an advantage of 0 counts half. bias2, variance: over the steps whose situation recurs in another batch; both are nan
-    for a cosine of 0 or less, and where the true advantages of these steps are below their noise. recurs: the share of these steps.
+    for a cosine of 0 or less, and where the true advantages of these steps are below their noise. recurs: the share of these
+    steps.
     """
     mask = snapshot["mask"]
     estimated, true, noise = (

@@ -22,7 +22,8 @@ from hgpo_jax.utils.progress import say
 
 NOTE = """Means over snapshots. Cosine: to the true advantages; its difference to {reference}'s is paired by snapshot (95 % \
 interval by Student's t; bold where that leaves out 0, else not decided). Squared bias and variance: after the best scale, as \
-shares of the true advantages' mean square. Sign: the share of right ones where the true advantage is clear. No penalties."""
+shares of the true advantages' mean square. Sign: the share of right ones where the true advantage is clear. No penalties. \
+A dash: not defined."""
 
 
 @dataclasses.dataclass(frozen=True)
