@@ -67,30 +67,36 @@ def take(args) -> None:
     """Makes the snapshots that are missing."""
     if args.runs and (args.config or args.overrides or args.mesh):
         raise ConfigError("--run: has its own configuration; leave out --config, --mesh and fields")
-    folder = Path(args.folder)
-    for run in map(Path, args.runs) if args.runs else (train(args, folder, seed) for seed in args.seeds):
+    folder, runs = Path(args.folder), [Path(run) for run in args.runs or ()]
+    names = [file_name(args.setting or config.name, config.seed) for config in map(read_config, runs)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ConfigError(f"--run: {len(twice)} of them would make {twice[0]}-*.npz; give each in a call with its --setting")
+    for run in runs or (train(args, folder, seed) for seed in args.seeds):
         config = read_config(run)
         setting = args.setting or config.name
         for level in args.levels:
-            file = folder / f"{file_name(setting)}-s{config.seed}-{level * 100:.0f}.npz"
+            file = folder / f"{file_name(setting, config.seed)}-{level * 100:.0f}.npz"
             sizes = {"groups": args.groups, "batches": args.batches, "continuations": args.continuations}
             make.make(run, file, setting, level, **sizes)
     card.write(folder)
     say(f"{folder / card.FILE}")
 
 
-def file_name(setting: str) -> str:
-    return re.sub(r"[^\w.-]+", "-", setting)
+def file_name(setting: str, seed: int) -> str:
+    return re.sub(r"[^\w.-]+", "-", setting) + f"-s{seed}"
 
 
 def train(args, folder: Path, seed: int) -> Path:
     """Trains a run in DIR/runs, or finds it there, with a checkpoint of every iteration; returns its folder."""
-    keeps = ["log.checkpoint_every=1", "log.keep_checkpoints=1000", f"cloning.stop_at={args.levels[0] * 0.75}"]
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
-    fields = configuration.read_fields(args.config, [*keeps, *args.overrides, *mesh, f"seed={seed}"])
-    name = file_name(args.setting or configuration.resolve(fields).name)
-    fields["run_dir"] = str(folder / "runs" / f"{name}-s{seed}")
-    return training.train(fields, "auto")
+    overrides = [*args.overrides, *mesh, f"seed={seed}"]
+    name = args.setting or configuration.load(args.config, overrides).name
+    run = folder / "runs" / file_name(name, seed)
+    begun = (run / "config.yaml").is_file()  # with the levels of an earlier call
+    stop_at = read_config(run).cloning.stop_at if begun else args.levels[0] * 0.75
+    keeps = ["log.checkpoint_every=1", "log.keep_checkpoints=1000", f"cloning.stop_at={stop_at}"]
+    fields = configuration.read_fields(args.config, [*keeps, *overrides])
+    return training.train(fields | {"run_dir": str(run)}, "auto")
 
 
 @Heartbeat("scores")

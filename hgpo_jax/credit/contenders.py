@@ -9,7 +9,7 @@ import numpy as np
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import estimate, parameters
 from hgpo_jax.credit.snapshot import Snapshot
-from hgpo_jax.learner.methods import METHODS, estimator_options, method_named, unusable
+from hgpo_jax.learner.methods import FIRST_SIGNAL, METHODS, estimator_options, method_named, unusable
 from hgpo_jax.utils.errors import ConfigError
 
 BATCH = ("rewards", "mask", "states", "groups", "invalid")
@@ -38,9 +38,14 @@ class Contender:
 
     def missing(self, snapshots: list[Snapshot]) -> str:
         """Says why the method cannot be scored; "" if it can."""
-        needed = parameters(method_named(self.method).estimator)[0]
-        lacking = sorted(name for name in needed if any(name not in snapshot.arrays for snapshot in snapshots))
-        return f"needs {', '.join(lacking)}, which a snapshot does not hold" if lacking else ""
+        estimator = method_named(self.method).estimator
+        needed = parameters(estimator)[0]
+        if lacking := sorted(name for name in needed if any(name not in snapshot.arrays for snapshot in snapshots)):
+            return f"needs {', '.join(lacking)}, which a snapshot does not hold"
+        first = FIRST_SIGNAL.get(estimator)
+        if first and any(snapshot.about.signals[0] != first for snapshot in snapshots):
+            return f"needs {first} as the first signal, which a snapshot does not hold"
+        return ""
 
     def advantages(self, snapshot: Snapshot) -> np.ndarray:
         """Computes the advantages f32[B, T] of a snapshot, batch by batch. Raises ConfigError."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,11 +15,13 @@ from hgpo_jax.analysis.earlier_policies import restore
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.config import Config
 from hgpo_jax.credit.snapshot import FORMAT, KINDS, OPTIONAL_KINDS, About, Snapshot, load
-from hgpo_jax.learner.methods import AVAILABLE_ARRAYS
-from hgpo_jax.rollout.environments import backend
+from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, method_named
+from hgpo_jax.rollout.environments import backend, role_names
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.setup.job import Job, build
+from hgpo_jax.setup.job import MAX_TRIES, Job, build
+from hgpo_jax.setup.memory import configs_by_policy
 from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.trainer.resume import FREE_TO_CHANGE
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -32,11 +36,11 @@ def success_by_iteration(folder: Path) -> dict[int, float]:
 
     Raises ConfigError if the run has not learned yet.
     """
-    success = [row["success"] for row in read_metrics(folder)]
+    success = {row["iteration"]: row["success"] for row in read_metrics(folder)}
     if not success:
         raise ConfigError(f"{folder}: the run has not finished an iteration")
     kept = {int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal()} | {0}
-    return {iteration: success[iteration] for iteration in sorted(kept) if iteration < len(success)}
+    return {iteration: success[iteration] for iteration in sorted(kept) if iteration in success}
 
 
 def nearest(folder: Path, level: float) -> int:
@@ -52,34 +56,33 @@ def nearest(folder: Path, level: float) -> int:
 
 
 def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batches: int, continuations: int) -> None:
-    """Writes a snapshot of a run, unless there is one already. Raises ConfigError."""
+    """Writes a snapshot of a run, unless the same one is there already. Raises ConfigError."""
+    config = read_config(run)
+    refuse(config, run)
+    plan = {"run": digest(config), "setting": setting, "level": level}
+    plan |= {"prompt_groups": groups, "batches": batches, "continuations": continuations}
     if file.exists():
-        load(file)
+        refuse_another(file, plan)
         say(f"{file}: is there")
         return
-    config = read_config(run)
-    if backend(config) != "compiled":
-        raise ConfigError(f"{run}: env.name={config.env.name}: a snapshot needs an environment compiled with the policy")
     iteration = nearest(run, level)
+    numbers = batch_numbers(config, iteration, groups, batches)
     job, reference, state = restore(run, iteration)
-    if len(job.policies) > 1 or config.rollout.group_size < 2:
-        raise ConfigError(f"{run}: a snapshot needs one policy for all roles, and rollout.group_size of 2 or more")
     rollout = config.rollout.model_copy(update={"prompt_groups": groups})
     wide = build(config.model_copy(update={"rollout": rollout}), job.mesh)
-    arrays = sample(wide, job.rollout_params(state.params, reference), FIRST + iteration * batches, batches, continuations)
+    arrays = sample(wide, job.rollout_params(state.params, reference), numbers, continuations)
     about = About(
+        **plan,
         format=FORMAT,
-        setting=setting,
-        level=level,
         success=float(arrays["success"].mean()),
         seed=config.seed,
         iteration=iteration,
-        method=config.method,
-        environment=config.env.name,
+        method=without_folders(config.method),
+        environment=without_folders(config.env.name),
         gamma=config.advantage.gamma,
         history_length=config.rollout.history_length,
-        continuations=continuations,
         parameters=sum(a.size for a in jax.tree.leaves(reference)),
+        signals=list(wide.signals),
         versions={name: version(name) for name in ("hgpo_jax", "jax", "numpy")},
         fields=learned_with(config),
     )
@@ -88,26 +91,81 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
     say(f"{file}: {about.success:.0%} success after {iteration} iterations, {arrays['mask'].sum()} steps")
 
 
+def refuse(config: Config, run: Path) -> None:
+    """Raises ConfigError for a run that no snapshot can be made of."""
+    if backend(config) != "compiled":
+        raise ConfigError(f"{run}: env.name={config.env.name}: a snapshot needs an environment compiled with the policy")
+    if config.reward.source:
+        raise ConfigError(f"{run}: learned from reward.source, and a snapshot holds the environment's rewards alone")
+    if config.rollout.group_size < 2 or len(configs_by_policy(config)) > 1:
+        raise ConfigError(f"{run}: a snapshot needs one policy for all roles, and rollout.group_size of 2 or more")
+
+
+def refuse_another(file: Path, plan: dict) -> None:
+    """Raises ConfigError if a file's snapshot is not the one that was planned."""
+    about = load(file).about
+    differ = [name for name, value in plan.items() if getattr(about, name) != value]
+    if differ:
+        what = "another run's snapshot" if "run" in differ else f"a snapshot with {differ[0]}={getattr(about, differ[0])}"
+        raise ConfigError(f"{file}: holds {what}; give --setting or another DIR")
+
+
+def digest(config: Config) -> str:
+    """Returns a digest of the fields that affect learning; equal ones and an equal seed make the same run."""
+    excluded: dict = {"name": True}
+    for name in FREE_TO_CHANGE:
+        section, _, field = name.partition(".")
+        excluded[section] = excluded.get(section, set()) | {field} if field else True
+    fields = config.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
+    fields = {name: value for name, value in fields.items() if value != {}}  # a section without the others
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def batch_numbers(config: Config, iteration: int, groups: int, batches: int) -> range:
+    """Returns a number for each batch, as `Job.episode_inputs` takes them.
+
+    In all of them the first role of a team would learn: for another one, the members of a group would share their first turn's
+    key. Raises ConfigError where the numbers of tasks would leave 32 bits.
+    """
+    method = method_named(config.method)
+    step = method.alternate * len(role_names(config)) if method.alternate else 1
+    first = (FIRST + iteration * batches) * step
+    numbers = range(first, first + batches * step, step)
+    most = (2**31 - 1) // (numbers.stop * (MAX_TRIES if method.dynamic_sampling else 1))
+    if groups > most:
+        raise ConfigError(f"--groups {groups}: the numbers of the tasks would leave 32 bits; give {most} or fewer")
+    return numbers
+
+
 def learned_with(config: Config) -> dict:
     """Returns the fields of a run that are not at their defaults and do not name places."""
-    return config.model_dump(mode="json", exclude_defaults=True, exclude=PLACES)  # type: ignore[arg-type]
+    return without_folders(config.model_dump(mode="json", exclude_defaults=True, exclude=PLACES))  # type: ignore[arg-type]
 
 
-def sample(job: Job, params, first: int, batches: int, continuations: int) -> dict[str, np.ndarray]:
-    """Plays the same tasks in every batch, and returns the arrays of a snapshot."""
-    tasks, parts = job.episode_inputs(first)[0], []
+def without_folders(value):
+    """Returns the value of a field, or several, with only the last part of every path, as in `my_file.py:NAME`."""
+    if isinstance(value, dict):
+        return {name: without_folders(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [without_folders(inner) for inner in value]
+    return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
+
+
+def sample(job: Job, params, numbers: range, continuations: int) -> dict[str, np.ndarray]:
+    """Plays the same tasks in every batch, and returns the arrays of a snapshot. numbers: `batch_numbers`."""
+    tasks, parts = job.episode_inputs(numbers.start)[0], []
     ids: dict[bytes, int] = {}
-    for batch in range(batches):
-        _, *inputs = job.episode_inputs(first + batch)
+    for batch, number in enumerate(numbers):
+        _, *inputs = job.episode_inputs(number)
         e: Episodes = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
-        truth = true_advantages(job, params, tasks, e, continuations=continuations, seed=first + batch)
+        truth = true_advantages(job, params, tasks, e, continuations=continuations, seed=number)
         arrays = {name: getattr(e, AVAILABLE_ARRAYS.get(name, name), None) for name in KINDS | OPTIONAL_KINDS}
         arrays |= {"true_advantages": truth.advantages, "standard_error": truth.standard_error, "true_values": truth.values}
         arrays["situations"] = situations(job, tasks, e, ids)
         arrays["batch"] = np.full(len(e.mask), batch, np.int32)
         arrays["groups"] = e.groups + batch * job.config.rollout.prompt_groups
         parts.append({name: compact(a) for name, a in arrays.items() if a is not None})
-        say(f"batch {batch + 1} of {batches}: {e.mask.sum()} steps, {e.success.mean():.0%} success")
+        say(f"batch {batch + 1} of {len(numbers)}: {e.mask.sum()} steps, {e.success.mean():.0%} success")
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 

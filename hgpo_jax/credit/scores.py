@@ -22,7 +22,8 @@ def score(advantages: np.ndarray, snapshot: Snapshot) -> dict[str, float]:
 
     cosine: to the true advantages, over all steps. scale: c. sign: share of the steps with a clear true advantage whose sign is
     right; an advantage of 0 counts half. bias2, variance: over the steps whose situation recurs in another batch; both are nan
-    for a cosine of 0 or less. recurs: the share of these steps.
+    for a cosine of 0 or less, and where the true advantages of these steps are below their noise. recurs: the share of these
+    steps.
     """
     mask = snapshot["mask"]
     estimated, true, noise = (
@@ -36,6 +37,7 @@ def score(advantages: np.ndarray, snapshot: Snapshot) -> dict[str, float]:
     _, situation = np.unique(snapshot["situations"][mask], return_inverse=True)
     error = (estimated / scale if scale > 0 else np.nan) - true
     spread, recurs = shared_square(true, situation, batch)
+    spread = spread if spread > 0 else np.nan
     bias2, _ = shared_square(error, situation, batch)
     mse = np.mean((error**2 - noise**2)[recurs]) if recurs.any() else np.nan
     return {

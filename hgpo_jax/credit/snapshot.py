@@ -44,12 +44,13 @@ OPTIONAL_KINDS = {"signals": ("f", "BTS")}
 class About(Section):
     """What a snapshot says of itself.
 
-    setting: the name that snapshots are pooled under. level: the success that was asked for; success: that of the episodes.
-    iteration: of the run that trained the policy. parameters: of the policy. fields: those of the run that are not at their
-    defaults.
+    run: a digest of what the policy learned with. setting: the name that snapshots are pooled under. level: the success that
+    was asked for; success: that of the episodes. prompt_groups: of a batch. iteration: of the run that trained the policy.
+    parameters: of the policy. signals: their names. fields: those of the run that are not at their defaults.
     """
 
     format: int
+    run: str
     setting: str
     level: float
     success: float
@@ -59,8 +60,11 @@ class About(Section):
     environment: str
     gamma: float
     history_length: int
+    prompt_groups: int
+    batches: int
     continuations: int
     parameters: int
+    signals: list[str]
     versions: dict[str, str]
     fields: dict[str, Any]
 
@@ -125,5 +129,8 @@ def _check(snapshot: Snapshot) -> None:
             raise ValueError(f"{name} holds a number that is not finite")
         if kind == "i" and array.size and array.min() < 0:
             raise ValueError(f"{name} holds {array.min()}, a number below 0")
+    signals = arrays["signals"].shape[2:] if "signals" in arrays else (0,)
+    if signals != (len(snapshot.about.signals),):
+        raise ValueError(f"signals are {signals[0]}, with {len(snapshot.about.signals)} names")
     if not arrays["mask"][:, 0].all() or (arrays["mask"][:, 1:] > arrays["mask"][:, :-1]).any():
         raise ValueError("mask is not a prefix of every row")

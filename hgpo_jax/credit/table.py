@@ -22,7 +22,8 @@ from hgpo_jax.utils.progress import say
 
 NOTE = """Means over snapshots. Cosine: to the true advantages; its difference to {reference}'s is paired by snapshot (95 % \
 interval by Student's t; bold where that leaves out 0, else not decided). Squared bias and variance: after the best scale, as \
-shares of the true advantages' mean square. Sign: the share of right ones where the true advantage is clear. No penalties."""
+shares of the true advantages' mean square. Sign: the share of right ones where the true advantage is clear. No penalties. \
+A dash: not defined."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +67,19 @@ def compute(snapshots: dict[str, Snapshot], contenders: list[Contender], referen
             reason = str(error).removeprefix(f"{contender.name}: ")
         if reason:
             left_out[contender.name] = reason
-        if reason and contender == reference:
-            raise ConfigError(f"--against {reference.name}: {reason}")
+        if contender == reference:
+            refuse_reference(contender.name, reason, scores)
         say(f"{number} of {len(ordered)}: {contender.name}{f', left out: {reason}' if reason else ''}")
     return Standing(snapshots, reference.name, scores, left_out)
+
+
+def refuse_reference(name: str, reason: str, scores: dict[str, dict[str, dict[str, float]]]) -> None:
+    """Raises ConfigError if a method was left out for a reason, or has no cosine on a snapshot."""
+    without = [snapshot for snapshot, numbers in scores.get(name, {}).items() if math.isnan(numbers["cosine"])]
+    if without:
+        reason = f"has no cosine on {without[0]}: its advantages are all 0 there, or the true ones are below their noise"
+    if reason:
+        raise ConfigError(f"--against {name}: {reason}")
 
 
 def markdown(standing: Standing) -> str:
@@ -83,10 +93,12 @@ def markdown(standing: Standing) -> str:
         recurs = standing.mean(standing.reference, "recurs", names)
         heading = ["estimator", "cosine", f"minus {standing.reference}", "bias²", "variance", "sign"]
         lines = []
-        for contender in sorted(standing.scores, key=lambda c: -standing.mean(c, "cosine", names)):
+        cosines = {contender: standing.mean(contender, "cosine", names) for contender in standing.scores}
+        for contender in sorted(cosines, key=lambda c: (math.isnan(cosines[c]), -cosines[c])):
             line = [two_places(standing.mean(contender, number, names)) for number in ("cosine", "bias2", "variance", "sign")]
             line.insert(1, describe(standing.difference(contender, "cosine", names)) if contender != standing.reference else "")
-            lines.append([contender, *line, *(f"{standing.mean(contender, 'cosine', by_level[at]):.2f}" for at in levels)])
+            at_levels = [two_places(standing.mean(contender, "cosine", by_level[level])) for level in levels]
+            lines.append([contender, *line, *at_levels])
         count = f"{len(names)} snapshot{'s' * (len(names) > 1)}"
         seeds = ", ".join(map(str, sorted({one.seed for one in about})))
         text += ["", f"### {setting}", ""]
@@ -102,7 +114,9 @@ def two_places(number: float) -> str:
 
 
 def describe(difference: dict) -> str:
-    """Formats a mean difference and its interval; bold if that leaves out 0."""
+    """Formats a mean difference and its interval; bold if that leaves out 0. A difference of nan is "-"."""
+    if math.isnan(difference["mean"]):
+        return "-"
     if difference["interval"] is None:
         return f"{difference['mean']:+.3f}"
     low, high = difference["interval"]

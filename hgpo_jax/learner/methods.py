@@ -55,6 +55,8 @@ AVAILABLE_ARRAYS = {
     "task": "task",  # the task's type
 }
 
+FIRST_SIGNAL = {"beacon": "milestones"}  # what an estimator takes the first signal for, by its name
+
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() >= set(parameters(name)[0])} | {
     "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
     # These papers divide by the standard deviation.

@@ -17,7 +17,7 @@ from hgpo_jax.advantages import parameters
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.loss_table import check_loss_numbers
-from hgpo_jax.learner.methods import Method, check_numbers, method_named
+from hgpo_jax.learner.methods import FIRST_SIGNAL, Method, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.placement import cast, storage_shardings
@@ -408,8 +408,9 @@ def check_signals(job: Job) -> None:
             f"method={config.method}: needs signals, and neither env.name={config.env.name} nor a reward function has any; "
             f"{mend}"
         )
-    if job.method.estimator == "beacon" and names[0] != "milestones":
-        raise ConfigError(f"method={config.method}: the first of the signals {', '.join(names)} must be called milestones")
+    first = FIRST_SIGNAL.get(job.method.estimator)
+    if first and names[0] != first:
+        raise ConfigError(f"method={config.method}: the first of the signals {', '.join(names)} must be called {first}")
     if weights and len(weights) != len(names):
         given = ",".join(map(str, weights))
         raise ConfigError(f"advantage.signal_weights={given}: give one for each signal: {', '.join(names) or 'there is none'}")

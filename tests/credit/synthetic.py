@@ -36,6 +36,7 @@ def snapshot(seed=0, batches=4, groups=4, steps=5, noise=0.1, **about) -> tuple[
     fields = {
         "format": 1, "setting": "drawn", "level": 0.5, "success": 0.5, "seed": seed, "iteration": 3, "method": "hgpo",
         "environment": "none", "gamma": 0.9, "history_length": 2, "continuations": 100, "parameters": 1, "versions": {},
-        "fields": {},
+        "fields": {}, "run": "none", "prompt_groups": groups, "batches": batches,
+        "signals": [],
     }  # fmt: skip
     return Snapshot(arrays, About(**fields | about)), true

@@ -1,17 +1,24 @@
 """`python -m hgpo_jax.credit`: files that are refused, methods that are scored, tables, and levels of runs."""
 
 import json
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 from synthetic import snapshot
 
+from hgpo_jax import config as configuration
 from hgpo_jax.advantages import ESTIMATORS
+from hgpo_jax.analysis.dumps import read_config
+from hgpo_jax.config import dump
 from hgpo_jax.credit import __main__ as credit
 from hgpo_jax.credit import contenders, make, table
 from hgpo_jax.credit.contenders import Contender
-from hgpo_jax.credit.snapshot import load, load_all
+from hgpo_jax.credit.snapshot import Snapshot, load, load_all
+from hgpo_jax.setup.job import Job
 from hgpo_jax.utils.errors import ConfigError
+from tests.envs.test_user_code import COMPILED
 from tests.helpers.refusals import refused
 
 
@@ -30,6 +37,7 @@ DAMAGE = {
     "an array is unknown": (lambda a: a | {"tusk": a["task"]}, "tusk is unknown"),
     "a shape": (lambda a: a | {"states": a["states"][:, :-1]}, "states is int32[128, 4] beside a mask of [128, 5]"),
     "a kind": (lambda a: a | {"groups": a["groups"] * 0.5}, "groups is float64[128]"),
+    "signals": (lambda a: a | {"signals": a["rewards"][..., None]}, "signals are 1, with 0 names"),
     "not finite": (lambda a: a | {"true_values": a["true_values"] * np.nan}, "true_values holds a number that is not finite"),
     "below 0": (lambda a: a | {"batch": a["batch"] - 1}, "batch holds -1"),
     "a hole": (lambda a: a | {"mask": a["mask"][:, ::-1]}, "mask is not a prefix"),
@@ -107,6 +115,19 @@ def test_every_estimator_is_scored_once_or_lacks_something():
     assert "signals" in lacks["gdpo"] and lacks["hgpo"] == lacks["graphgpo"] == ""
 
 
+def test_beacon_is_scored_on_milestones_alone(tmp_path):
+    one, other = (with_signals(snapshot()[0], names) for names in (["milestones", "cost"], ["cost", "milestones"]))
+    assert Contender("gdpo").missing([one, other]) == Contender("beacon").missing([one]) == ""
+    assert Contender("beacon").missing([one, other]) == "needs milestones as the first signal, which a snapshot does not hold"
+    one.save(tmp_path / "one.npz")
+    assert load(tmp_path / "one.npz").about.signals == ["milestones", "cost"]
+
+
+def with_signals(one, names):
+    signals = np.zeros((*one["mask"].shape, len(names)), np.float32)
+    return Snapshot(one.arrays | {"signals": signals}, one.about.model_copy(update={"signals": names}))
+
+
 class NearTruth(Contender):
     """The true advantages, with some noise."""
 
@@ -137,6 +158,24 @@ def test_the_table_compares_in_pairs(tmp_path):
         table.compute(snapshots, [near], broken)
 
 
+class ZeroOnFirst(Contender):
+    """The true advantages, but 0 on the snapshot with seed 0."""
+
+    def advantages(self, one):
+        return one["true_advantages"] * (one.about.seed > 0)
+
+
+def test_a_cosine_that_is_none_is_a_dash_in_the_last_row():
+    snapshots = {f"s{seed}": snapshot(seed, level=0.2 + 0.3 * seed)[0] for seed in range(2)}
+    best, zero, worst = NearTruth("hgpo", ("0.1",)), ZeroOnFirst("grpo"), NearTruth("hgpo", ("1",))
+    text = table.markdown(table.compute(snapshots, [worst, zero, best], worst))
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("|")]
+    assert [row[0] for row in rows[2:]] == ["hgpo 0.1", "hgpo 1", "grpo"]
+    assert rows[-1][1:3] == ["-", "-"] and rows[-1][-2] == "-" and float(rows[-1][-1]) > 0.99 and "nan" not in text
+    with refused("--against grpo: has no cosine on s0: its advantages are all 0 there", ConfigError):
+        table.compute(snapshots, [best], zero)
+
+
 def test_one_snapshot_has_no_interval_and_json_no_nan(tmp_path):
     standing = table.compute({"one": snapshot()[0]}, [NearTruth("hgpo", ("1",))], NearTruth("hgpo", ("0",)))
     standing.scores["hgpo 1"]["one"] |= {"bias2": np.nan, "cosine": 0.5}
@@ -160,13 +199,134 @@ def test_the_checkpoint_nearest_to_a_level_is_taken(run):
     assert [make.nearest(run, level) for level in (0.15, 0.35, 0.65)] == [0, 3, 6]
     with refused("no checkpoint has a success near 85%, the nearest 70%", ConfigError):
         make.nearest(run, 0.85)
+    rows = [{"iteration": i, "success": 0.1 * i} for i in (3, 4, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert make.success_by_iteration(run) == {3: pytest.approx(0.3)}
     (run / "metrics.jsonl").write_text("")
     with refused("has not finished an iteration", ConfigError):
         make.nearest(run, 0.2)
 
 
+SIZES = {"groups": 4, "batches": 4, "continuations": 100}
+
+
+def run_with(folder, *fields):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(dump(configuration.load("household", fields)))
+    return folder
+
+
+@pytest.fixture
+def taken(tmp_path):
+    """A run, and a snapshot of it."""
+    run = run_with(tmp_path / "a")
+    about = {"run": make.digest(read_config(run)), "setting": "household"}
+    snapshot(**about)[0].save(tmp_path / "household-s0-50.npz")
+    return run, tmp_path / "household-s0-50.npz"
+
+
+def test_a_snapshot_is_kept_if_it_is_the_one_asked_for(taken, capsys):
+    run, file = taken
+    make.make(run, file, "household", 0.5, **SIZES)
+    assert "is there" in capsys.readouterr().out
+    longer = run_with(run.parent / "longer", "iterations=99", "log.tensorboard=false", "run_dir=x", "name=b", "env.workers=3")
+    make.make(longer, file, "household", 0.5, **SIZES)
+    for name, field in {"batches": "batches", "groups": "prompt_groups", "continuations": "continuations"}.items():
+        with refused(f"holds a snapshot with {field}={SIZES[name]}; give --setting or another DIR", ConfigError):
+            make.make(run, file, "household", 0.5, **SIZES | {name: 8})
+    with refused("holds a snapshot with setting=household;", ConfigError):
+        make.make(run, file, "house/hold", 0.5, **SIZES)
+
+
+@pytest.mark.parametrize("field", ["method=grpo", "env.tasks=two", "advantage.gamma=0.9", "policy=elsewhere", "seed=1"])
+def test_another_runs_snapshot_is_not_taken_for_this_ones(field, taken):
+    run, file = taken
+    other = run_with(run.parent / "other", field)
+    with refused("household-s0-50.npz: holds another run's snapshot; give --setting or another DIR", ConfigError):
+        make.make(other, file, "household", 0.5, **SIZES)
+
+
+def test_runs_whose_snapshots_would_have_one_name_are_refused(tmp_path):
+    runs = [f"--run={run_with(tmp_path / name, field)}" for name, field in {"a": "method=hgpo", "b": "method=grpo"}.items()]
+    with refused("--run: 2 of them would make household-s0-*.npz", ConfigError):
+        credit.main(["snapshot", str(tmp_path / "made"), *runs])
+
+
+@pytest.mark.parametrize(
+    ("begun", "fields", "stop_at"),
+    [(False, [], 0.225), (True, [], 0.15), (True, ["cloning.stop_at=0.1"], 0.1), (False, ["cloning.stop_at=0.1"], 0.1)],
+)
+def test_a_run_that_has_begun_keeps_the_end_of_its_warm_start(begun, fields, stop_at, tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "household-s3"
+
+    def train(fields, resume):
+        assert fields["cloning"]["stop_at"] == pytest.approx(stop_at) and fields["run_dir"] == str(run)
+        return run if begun else run_with(run)
+
+    monkeypatch.setattr(credit.training, "train", train)
+    monkeypatch.setattr(make, "make", lambda *_, **__: None)
+    monkeypatch.setattr(credit.card, "write", lambda _: None)
+    if begun:
+        run_with(run, "cloning.stop_at=0.15", "seed=3")
+    credit.main(["snapshot", str(tmp_path), "--levels", "30", "--seeds", "3", *fields])
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        ("reward=math:sqrt", "learned from reward.source"),
+        ("rollout.group_size=1", "one policy for all roles, and rollout.group_size of 2 or more"),
+        ("env.name=household_text", "needs an environment compiled with the policy"),
+    ],
+)
+def test_runs_without_snapshots_are_refused_before_they_are_restored(field, said, tmp_path):
+    with refused(said, ConfigError):
+        make.make(run_with(tmp_path / "a", field), tmp_path / "a.npz", "a", 0.5, **SIZES)
+
+
+def test_roles_with_policies_of_their_own_are_refused(tmp_path):
+    run = run_with(tmp_path / "a", "env.name=household_team", "roles.carrier.policy=own")
+    with refused("one policy for all roles", ConfigError):
+        make.make(run, tmp_path / "a.npz", "a", 0.5, **SIZES)
+
+
+def test_snapshots_keep_no_places():
+    fields = ["method=/home/me/own.py:mine", "env.name=../x.py:E", 'env.options={data: /home/me/games/, n: [./a, "b"]}',
+              "cache_dir=/home/me/cache", "policy=/home/me/policy", "run_dir=/home/me/run"]  # fmt: skip
+    options = {"data": "games", "n": ["a", "b"]}
+    expected = {"method": "own.py:mine", "env": {"name": "x.py:E", "options": options}, "policy": {}}
+    assert make.learned_with(configuration.load(None, fields)) == expected
+
+
+@pytest.mark.parametrize("method", ["himac", "hgpo", "dapo"])
+def test_the_members_of_a_group_begin_with_keys_of_their_own(method):
+    config = configuration.load(None, [f"method={method}", "env.name=household_plan", "rollout.prompt_groups=2"])
+    runner = SimpleNamespace(roles=("planner", "executor"), select_tasks=lambda stream, seed, indices: indices)
+    job = Job(config, None, {}, None, runner)
+    used = []
+    for iteration in (0, 1):
+        numbers = make.batch_numbers(config, iteration, 2, 3)
+        assert len(numbers) == 3
+        for number in numbers:
+            keys = jax.random.key_data(job.episode_inputs(number)[1])
+            assert len(np.unique(keys.reshape(job.batch, -1, 2)[:, 0], axis=0)) == job.batch
+        used += numbers
+    assert len(set(used)) == 6
+
+
+@pytest.mark.parametrize(("method", "most"), [("hgpo", 1073), ("dapo", 268)])
+def test_task_numbers_stay_in_32_bits(method, most):
+    config = configuration.load(None, [f"method={method}", f"rollout.prompt_groups={most}", "rollout.group_size=2"])
+    *_, last = make.batch_numbers(config, 0, most, 4)
+    runner = SimpleNamespace(roles=("player",), select_tasks=lambda stream, seed, indices: indices)
+    tasks = Job(config, None, {}, None, runner).episode_inputs(last)[0]
+    assert tasks.min() > 0 and tasks.max() - tasks.min() == most - 1
+    with refused(f"--groups {most + 1}: the numbers of the tasks would leave 32 bits; give {most} or fewer", ConfigError):
+        make.batch_numbers(config, 0, most + 1, 4)
+
+
 SMALL = (
-    "warm_start=none", "iterations=1", "env.max_turns=4", "rollout.prompt_groups=2", "rollout.group_size=4",
+    "env.name=./rooms.py:Corridor", "warm_start=none", "iterations=1", "rollout.prompt_groups=2", "rollout.group_size=4",
     "policy.hidden_size=16", "policy.intermediate_size=16", "policy.num_hidden_layers=1", "evaluation.episodes=8",
     "learner.minibatch_size=32", "log.tensorboard=false",
 )  # fmt: skip
@@ -175,13 +335,16 @@ SMALL = (
 @pytest.mark.slow
 def test_from_training_to_scores(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    sizes = ("--levels", "0", "--groups", "2", "--batches", "2", "--continuations", "4")
+    monkeypatch.setattr(make, "FARTHEST", 1)
+    easy = COMPILED.replace("action[0] == 2]", "action[0] % 2 == 0]")  # which an untrained policy wins now and then
+    (tmp_path / "rooms.py").write_text(easy)
+    sizes = ("--levels", "0", "--groups", "2", "--batches", "2", "--continuations", "16")
     ask = ["snapshot", "made", "--setting", "a place/at home", *sizes, *SMALL, f"cache_dir={tmp_path}/cache"]
     credit.main(ask)
     file = tmp_path / "made" / "a-place-at-home-s0-0.npz"
     one, written = load(file), file.stat().st_mtime_ns
     assert one["mask"].shape == (16, 4) and len(one.batches()) == 2 and sorted(set(one["groups"])) == [0, 1, 2, 3]
-    assert one.about.setting == "a place/at home"
+    assert one.about.setting == "a place/at home" and one.about.environment == "rooms.py:Corridor"
     assert "cache_dir" not in one.about.fields and one.about.fields["iterations"] == 1
     mask = one["mask"]
     for situation in np.unique(one["situations"][mask]):

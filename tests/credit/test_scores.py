@@ -1,6 +1,7 @@
 """Scores of advantages whose bias and noise are put in."""
 
 import contextlib
+import dataclasses
 import io
 import json
 
@@ -73,6 +74,36 @@ def test_an_estimator_that_points_away_has_no_scale():
     one, true = snapshot()
     numbers = score(-true, one)
     assert numbers["cosine"] < 0 and np.isnan(numbers["bias2"]) and np.isnan(numbers["variance"])
+
+
+def test_a_policy_that_never_wins_has_no_scores():
+    one, true = snapshot(noise=0)
+    one = dataclasses.replace(one, arrays=one.arrays | {"true_advantages": 0 * one["true_advantages"]})
+    numbers = score(true, one)
+    assert all(np.isnan(numbers[name]) for name in ("cosine", "bias2", "variance", "sign", "scale"))
+
+
+def test_rare_wins_outside_of_recurring_situations():
+    """The steps that recur have no advantage; another one has."""
+    one, _ = snapshot(noise=0)
+    situations = np.where(one["situations"] == 0, 1, one["situations"])
+    situations[0, 0], true = 0, 0 * one["true_advantages"]
+    true[0, 0] = 1
+    one = dataclasses.replace(one, arrays=one.arrays | {"true_advantages": true, "situations": situations})
+    numbers = score(true, one)
+    assert numbers["cosine"] == pytest.approx(1) and np.isnan(numbers["bias2"]) and np.isnan(numbers["variance"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "says", "not_said"),
+    [("sokoban", "nothing personal", "ALFWorld"), ("alfworld", "MIT", "decides"), ("x.py:E", "decides on their", "apache")],
+)
+def test_the_card_says_what_was_played(environment, says, not_said, tmp_path):
+    snapshot(environment=environment)[0].save(tmp_path / "drawn.npz")
+    card.write(tmp_path)
+    text = (tmp_path / card.FILE).read_text()
+    assert f"The policies played {environment}." in text and says in text and not_said not in text
+    assert text.startswith("---\n")
 
 
 def test_the_card_scores_without_the_library(tmp_path, monkeypatch):
