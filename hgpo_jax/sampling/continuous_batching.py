@@ -110,6 +110,7 @@ class SlotSampler:
         self._held = HeldPrefixes(shards, self._sizes[-1], PIECES[0]) if reuse else None
         self._store_limit = store
         self._store: list[KVCache] = []  # one for each layer, if there is room for a row
+        self._store_rows = 0  # of each shard
         self.piece_widths = [width for width in PIECES if width < prompt_limit] or [prompt_limit]
         self.prompt_tokens, self.reused_tokens = 0, 0
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
@@ -135,7 +136,12 @@ class SlotSampler:
     @property
     def bytes(self) -> int:
         """Bytes of the caches and the store, over all devices."""
-        return _bytes(self._store) + (_bytes(self._state.cache) if self._state else 0)
+        return (len(self._requests[0]) + self._store_rows) * self._row_bytes(self._length) if self._state else 0
+
+    @property
+    def longest_row_bytes(self) -> int:
+        """Bytes, over all devices, of the smallest store that holds a row for each shard, once the caches have grown."""
+        return self._row_bytes(self.prompt_widths[-1] + self._programs.max_new)
 
     def add(self, requests: Sequence[SlotRequest]) -> None:
         """Begins responses to some prompts, at most `free`; an episode has only one at a time."""
@@ -258,7 +264,7 @@ class SlotSampler:
 
     def _make_store(self, held: HeldPrefixes) -> None:
         """Makes a store of rows that are as long as the caches, as many as there is room for."""
-        rows = self._store_limit * len(self._requests[0]) // _bytes(self._state.cache)
+        self._store_rows = rows = self._store_limit // self._row_bytes(self._length)
         held.make_store(rows)
         self._store = []  # before the new one takes its memory
         if rows:
@@ -267,6 +273,9 @@ class SlotSampler:
             slots = len(self._requests[0])
             for source, row in ((0, slots), (slots, 0)):  # changes nothing, so that no request waits for the compiler
                 self._copy_row(0, source, row)
+
+    def _row_bytes(self, length: int) -> int:
+        return self._programs.row_bytes(self._params, length)
 
     def _resize(self, rows: np.ndarray, length: int) -> None:
         shape = f"{self._shape()} to {len(rows)} of {length}"
@@ -473,7 +482,3 @@ class SlotSampler:
 def _mostly_equal(requests: Sequence[SlotRequest]) -> bool:
     """Whether half of the prompts or fewer are distinct."""
     return 2 * len({tuple(request.ids) for request in requests}) <= len(requests)
-
-
-def _bytes(cache: list[KVCache]) -> int:
-    return sum(a.nbytes for a in jax.tree.leaves(cache))

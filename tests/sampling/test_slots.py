@@ -302,6 +302,14 @@ def test_a_store_keeps_what_loses_its_slot(spec):
     assert read[20] < read[2] < read[1] < read[0]
 
 
+def test_a_row_counts_on_every_device_that_has_a_copy():
+    params, (mesh, compiled) = parameters(), programs("tensor=4")  # more devices than key-value heads
+    with jax.set_mesh(mesh):
+        cache = compiled("empty", "2 slots of 100 tokens", params, 2, 100).cache
+    held = sum(part.data.nbytes for a in jax.tree.leaves(cache) for part in a.addressable_shards)
+    assert 2 * compiled.row_bytes(params, 100) == held == 2 * 4 * row_bytes(100 - MAX_NEW)
+
+
 def test_what_loses_its_slot_goes_to_the_row_of_the_oldest():
     held, free, rows = HeldPrefixes(1, 2, shortest=4), [[0, 1]], []
     held.make_store(2)
