@@ -200,6 +200,11 @@ class Engine:
         return self._sampler.bytes
 
     @property
+    def smallest_store(self) -> int:
+        """Bytes of the smallest store that keeps anything."""
+        return self._sampler.longest_row_bytes
+
+    @property
     def counts(self) -> dict[str, float]:
         """The figures of the sampler."""
         return self._sampler.counts
