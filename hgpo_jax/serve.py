@@ -97,6 +97,8 @@ def _load(args: argparse.Namespace) -> tuple[Policy, Engine]:
         waiting_limit=args.waiting,
         store=args.store * 2**20,
     )
+    if args.store and args.store < (smallest := -(-engine.smallest_store // 2**20)):
+        raise ConfigError(f"--store {args.store}: the smallest that holds a prompt and its response is {smallest}")
     return policy, engine
 
 

@@ -23,8 +23,9 @@ from hgpo_jax.bench.limits import row
 from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.policy import initialize, network
 from hgpo_jax.policy.placement import cast
-from hgpo_jax.sampling.continuous_batching import SlotRequest, SlotSampler
+from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.slot_plan import SlotRequest
 from hgpo_jax.sampling.slot_programs import MIN_STEPS, SlotPrograms
 
 NEVER = -1  # no token ends an answer

@@ -26,8 +26,9 @@ from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.mesh import make_mesh
-from hgpo_jax.sampling.continuous_batching import SlotRequest, SlotSampler
+from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.slot_plan import SlotRequest
 from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.setup.job import open_devices
 from hgpo_jax.utils.errors import ConfigError

@@ -32,8 +32,9 @@ from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.shared_workers import SharedWorkers
 from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
-from hgpo_jax.sampling.continuous_batching import SlotRequest, SlotSampler
+from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.slot_plan import SlotRequest
 from hgpo_jax.sampling.slot_programs import SlotPrograms
 
 

@@ -21,8 +21,9 @@ import jax
 import numpy as np
 
 from hgpo_jax.policy.kv_cache import KVCache
-from hgpo_jax.sampling.generate import Decoding, buckets, well_filled
-from hgpo_jax.sampling.held_prefixes import HeldPrefixes, common_length
+from hgpo_jax.sampling.generate import Decoding, buckets
+from hgpo_jax.sampling.held_prefixes import HeldPrefixes
+from hgpo_jax.sampling.slot_plan import Copy, Extend, Piece, Plan, Prefill, Shapes, SlotRequest
 from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.sampling.slots import MAX_STEPS, Continued, NewPrompts
 
@@ -30,26 +31,6 @@ from hgpo_jax.sampling.slots import MAX_STEPS, Continued, NewPrompts
 # is padding. A shorter beginning than the first is not worth a program of its own.
 PIECES = (32, 128, 512)
 NO_ROW = np.iinfo(np.int32).max  # which nothing is written to
-
-
-class SlotRequest(NamedTuple):
-    """A prompt that waits for a response."""
-
-    episode: int  # the index of its random key
-    turn: int  # folded into the key
-    ids: Sequence[int]  # token ids of the prompt, at least one
-    limit: int | None = None  # tokens of the longest response; None: as many as there is room for
-    decoding: Decoding | None = None  # scalars, for a sampler without a common one
-
-
-class Piece(NamedTuple):
-    """The tokens from `begin` to `end` of a prompt, which go into a slot that holds what comes before them."""
-
-    request: SlotRequest
-    shard: int
-    slot: int  # of the shard
-    begin: int
-    end: int
 
 
 class SlotResponse(NamedTuple):
@@ -78,9 +59,8 @@ class SlotSampler:
       keys: the argument; it may be replaced by others of the same shape for later requests.
       steps: decoding steps so far.
       busy: the sum over these steps of the fraction of active slots, among the slots at that time.
-      prompt_widths: prompt widths in slots, ascending.
+      shapes: those of the programs that compute prompts.
       prompt_counts: numbers of prompts that are prefilled at a time, ascending.
-      piece_widths: widths in slots of the pieces of what is left of a prompt that is continued, ascending.
       prompt_tokens, reused_tokens: tokens of all prompts so far, and those of them that a slot held.
     """
 
@@ -99,18 +79,20 @@ class SlotSampler:
         self._programs, self._params, self.keys, self._decoding = programs, params, keys, decoding
         self._blocks = programs("decode_blocks", "all layers", params)
         shards = programs.shards
-        # Every combination of these that occurs is compiled, with all its layers.
-        self._sizes = buckets(-(-slots // shards), factor=4, smallest=1)[-3:]  # prompts that a shard prefills at a time
-        self.prompt_counts = [size * shards for size in self._sizes]
-        self.prompt_widths = buckets(prompt_limit, factor=2, smallest=128)
+        self.shapes = Shapes(
+            buckets(-(-slots // shards), factor=4, smallest=1)[-3:],
+            prompts=buckets(prompt_limit, factor=2, smallest=128),
+            pieces=[width for width in PIECES if width < prompt_limit] or [prompt_limit],
+        )
+        self.prompt_counts = [count * shards for count in self.shapes.counts]
         self._room = buckets(prompt_limit, factor=4, smallest=128)  # cache slots for prompts
         self._length = 0  # tokens that a cache holds
         self._state: Any = None
-        self._requests: list[list[SlotRequest | None]] = [[None] * self._sizes[-1] for _ in range(shards)]
-        self._held = HeldPrefixes(shards, self._sizes[-1], PIECES[0]) if reuse else None
+        self._requests: list[list[SlotRequest | None]] = [[None] * self.shapes.counts[-1] for _ in range(shards)]
+        self._held = HeldPrefixes(shards, self.shapes.counts[-1], PIECES[0]) if reuse else None
         self._store_limit = store
         self._store: list[KVCache] = []  # one for each layer, if there is room for a row
-        self.piece_widths = [width for width in PIECES if width < prompt_limit] or [prompt_limit]
+        self._store_rows = 0  # of each shard
         self.prompt_tokens, self.reused_tokens = 0, 0
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
         self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
@@ -135,7 +117,12 @@ class SlotSampler:
     @property
     def bytes(self) -> int:
         """Bytes of the caches and the store, over all devices."""
-        return _bytes(self._store) + (_bytes(self._state.cache) if self._state else 0)
+        return (len(self._requests[0]) + self._store_rows) * self._row_bytes(self._length) if self._state else 0
+
+    @property
+    def longest_row_bytes(self) -> int:
+        """Bytes, over all devices, of the smallest store that holds a row for each shard, once the caches have grown."""
+        return self._row_bytes(self.shapes.prompts[-1] + self._programs.max_new)
 
     def add(self, requests: Sequence[SlotRequest]) -> None:
         """Begins responses to some prompts, at most `free`; an episode has only one at a time."""
@@ -143,27 +130,19 @@ class SlotSampler:
             return
         self._make_room(max(len(request.ids) for request in requests))
         self.prompt_tokens += sum(len(request.ids) for request in requests)
-        if not self._held:
-            return self._read(requests)
-        requests = self._continue(requests, self._held)
-        while requests:
-            first, others = self._split(requests)
-            self._read(first)
-            requests = self._continue(others, self._held)
-
-    def _read(self, requests: Sequence[SlotRequest]) -> None:
-        """Begins responses to prompts of which no slot holds the beginning."""
-        some: list[SlotRequest] = []
-        for width in self.prompt_widths:
-            some += [request for request in requests if self._width(len(request.ids)) == width]
-            # With fewer prompts than shards, some shards would process only padding: these prompts go with longer ones.
-            if not some or (len(some) < len(self._requests) and any(len(request.ids) > width for request in requests)):
-                continue
-            waiting, some = self._assign(some), []
-            while any(waiting):
-                count = well_filled(self._sizes, max(map(len, waiting)))
-                self._prefill(width, count, [prompts[:count] for prompts in waiting])
-                waiting = [prompts[count:] for prompts in waiting]
+        plan = Plan.cheapest(requests, self._requests, self._held, self.shapes)
+        self._requests, self._held = plan.slots, plan.held
+        self.reused_tokens += plan.reused
+        for request in requests:
+            self._sampled[request.episode] = [], []
+        for step in plan.steps:
+            match step:
+                case Copy():
+                    self._copy_row(*step)
+                case Prefill():
+                    self._prefill(*step)
+                case Extend():
+                    self._extend(step.pieces)
 
     def so_far(self, episode: int) -> tuple[list[int], list[float]]:
         """Returns the tokens of an unfinished response from before the end of the last `step`, and their log-probabilities."""
@@ -225,7 +204,7 @@ class SlotSampler:
         """Drops free slots that are no longer needed, once the rest is a quarter or less."""
         busiest = max(sum(request is not None for request in requests) for requests in self._requests)
         needed = max(busiest, -(-num_slots // len(self._requests)))
-        size = next((size for size in self._sizes[-2:] if size >= needed), self._sizes[-1])
+        size = next((size for size in self.shapes.counts[-2:] if size >= needed), self.shapes.counts[-1])
         if size >= len(self._requests[0]) or self._state is None:
             return
         # Of the free slots those stay that were taken last: their conversations are the likeliest to go on.
@@ -239,13 +218,11 @@ class SlotSampler:
             self._held.take(rows)
         self._requests = [[requests[slot] for slot in some] for requests, some in zip(self._requests, rows, strict=True)]
 
-    def _width(self, length: int) -> int:
-        return next(width for width in self.prompt_widths if width >= length)
-
     def _make_room(self, length: int) -> None:
         """Makes the caches long enough for a prompt."""
         slots = len(self._requests[0])
-        needed = max(self._width(length), next(room for room in self._room if room >= length)) + self._programs.max_new
+        width = self.shapes.of_prompt(length)
+        needed = max(width, next(room for room in self._room if room >= length)) + self._programs.max_new
         if self._state is None:
             self._length = needed
             self._state = self._programs("empty", self._shape(), self._params, len(self._requests) * slots, needed)
@@ -258,7 +235,7 @@ class SlotSampler:
 
     def _make_store(self, held: HeldPrefixes) -> None:
         """Makes a store of rows that are as long as the caches, as many as there is room for."""
-        rows = self._store_limit * len(self._requests[0]) // _bytes(self._state.cache)
+        self._store_rows = rows = self._store_limit // self._row_bytes(self._length)
         held.make_store(rows)
         self._store = []  # before the new one takes its memory
         if rows:
@@ -267,6 +244,9 @@ class SlotSampler:
             slots = len(self._requests[0])
             for source, row in ((0, slots), (slots, 0)):  # changes nothing, so that no request waits for the compiler
                 self._copy_row(0, source, row)
+
+    def _row_bytes(self, length: int) -> int:
+        return self._programs.row_bytes(self._params, length)
 
     def _resize(self, rows: np.ndarray, length: int) -> None:
         shape = f"{self._shape()} to {len(rows)} of {length}"
@@ -278,87 +258,6 @@ class SlotSampler:
 
     def _shape(self) -> str:
         return f"{len(self._requests) * len(self._requests[0])} slots of {self._length} tokens"
-
-    def _assign(self, requests: list[SlotRequest]) -> list[list[list[tuple[int, SlotRequest]]]]:
-        """Assigns each request to a slot. Returns, for each shard, lists of (slot in it, request) with the same prompt.
-
-        Prompts are shared only if most are equal: its program takes as many responses as slots.
-        """
-        share = _mostly_equal(requests)
-        free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
-        prompts: list[dict] = [{} for _ in free]
-        home: dict[tuple, int] = {}  # the shard of each distinct prompt
-        for request in requests:
-            prompt = tuple(request.ids)
-            shard = home.get(prompt, 0) if share else 0
-            if not (share and prompt in home and free[shard]):
-                shard = max(range(len(free)), key=lambda at: len(free[at]))
-            home[prompt] = shard
-            slot = self._held.last_first(shard, free[shard])[-1] if self._held else free[shard][0]
-            free[shard].remove(slot)
-            self._begin(shard, slot, request)
-            prompts[shard].setdefault(prompt if share else request.episode, []).append((slot, request))
-        return [list(some.values()) for some in prompts]
-
-    def _begin(self, shard: int, slot: int, request: SlotRequest, source: int | None = None) -> None:
-        """Gives a request a slot, into which goes what the row `source` holds; what it held before may go to the store."""
-        if self._held:
-            row = self._held.store(shard, slot, request.ids, source)
-            if row is not None:
-                self._copy_row(shard, slot, row)
-            if source is not None and source != slot:
-                self._copy_row(shard, source, slot)
-        self._requests[shard][slot] = request
-        self._sampled[request.episode] = [], []
-        if self._held:
-            self._held.hold(shard, slot, request.ids)
-
-    def _continue(self, requests: Sequence[SlotRequest], held: HeldPrefixes) -> list[SlotRequest]:
-        """Begins the responses whose prompts are worth continuing from what slots hold; returns the other requests."""
-        others, batch, batch_width = [], list[Piece](), 0
-        for request in requests:
-            free = [[slot for slot, other in enumerate(some) if other is None] for some in self._requests]
-            match = held.match(request.ids, free)
-            widths = self._widths_of_pieces(len(request.ids) - match.length) if match else []
-            if not match or sum(widths) >= self._width(len(request.ids)):
-                others.append(request)
-                continue
-            if match.source != match.slot:
-                self._extend(batch_width, batch)  # which may be what the source is to hold
-                batch = []
-            self._begin(match.shard, match.slot, request, match.source)
-            self.reused_tokens += match.length
-            begin = match.length
-            for width in widths:
-                waits = any((match.shard, match.slot) == (other.shard, other.slot) for other in batch)
-                full = sum(match.shard == other.shard for other in batch) == self._sizes[0]
-                if waits or full or width != batch_width:
-                    self._extend(batch_width, batch)
-                    batch = []
-                end = min(begin + width, len(request.ids))
-                batch.append(Piece(request, match.shard, match.slot, begin, end))
-                begin, batch_width = end, width
-        self._extend(batch_width, batch)
-        return others
-
-    def _split(self, requests: Sequence[SlotRequest]) -> tuple[list[SlotRequest], list[SlotRequest]]:
-        """Separates requests into those to read first, and those to continue from the others' common beginnings.
-
-        That takes a call of a program for each, so it must save half of the tokens. Prompts most of which are equal are read
-        at once (`_assign`).
-        """
-        if _mostly_equal(requests):
-            return list(requests), []
-        first, others, texts = list[SlotRequest](), list[SlotRequest](), list[np.ndarray]()
-        for request in requests:
-            ids = np.asarray(request.ids, np.int32)
-            common = max((common_length(ids[:-1], text) for text in texts), default=0)
-            if common >= PIECES[0] and 2 * sum(self._widths_of_pieces(len(ids) - common)) <= self._width(len(ids)):
-                others.append(request)
-            else:
-                first.append(request)
-                texts.append(ids)
-        return first, others
 
     def _copy_row(self, shard: int, source: int, row: int) -> None:
         """Copies what a row of a shard holds to another one; the rows after the slots are those of the store."""
@@ -374,19 +273,9 @@ class SlotSampler:
         else:
             self._state = self._state.replace(cache=cache)
 
-    def _widths_of_pieces(self, length: int) -> list[int]:
-        """Lists the widths of the pieces that compute so many tokens, each filled to more than half if there is a choice."""
-        widths = []
-        while length > 0:
-            widths.append(well_filled(self.piece_widths, length))
-            length -= widths[-1]
-        return widths
-
-    def _extend(self, width: int, pieces: list[Piece]) -> None:
-        """Computes pieces of up to `width` tokens, and begins the response after the last one of a prompt."""
-        if not pieces:
-            return
-        shards, slots, count = len(self._requests), len(self._requests[0]), self._sizes[0]
+    def _extend(self, pieces: list[Piece]) -> None:
+        """Computes pieces of one width, and begins the response after the last one of a prompt."""
+        shards, slots, count, width = len(self._requests), len(self._requests[0]), self.shapes.counts[0], pieces[0].width
         tokens = np.zeros((shards, count, width), np.int32)
         begin, turn = np.zeros((2, shards, count), np.int32)
         lengths, slot = np.ones((shards, count), np.int32), np.full((shards, count), slots, np.int32)
@@ -468,12 +357,3 @@ class SlotSampler:
             top_p=np.array([one.top_p for one in each], np.float32),
             min_new=np.array([one.min_new for one in each], np.int32),
         )
-
-
-def _mostly_equal(requests: Sequence[SlotRequest]) -> bool:
-    """Whether half of the prompts or fewer are distinct."""
-    return 2 * len({tuple(request.ids) for request in requests}) <= len(requests)
-
-
-def _bytes(cache: list[KVCache]) -> int:
-    return sum(a.nbytes for a in jax.tree.leaves(cache))

@@ -6,7 +6,8 @@ after the response has ended, until another one takes the slot. Then the store m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,12 @@ class HeldPrefixes:
         self._ids = [[_NOTHING] * slots for _ in range(shards)]
         self._used = [[0] * slots for _ in range(shards)]  # when a row's slot was last taken, in calls of `hold`
         self._calls = 0
+
+    def copy(self) -> HeldPrefixes:
+        """Makes another one, which changes alone; arrays of ids never change."""
+        other = copy.copy(self)
+        other._ids, other._used = [list(ids) for ids in self._ids], [list(used) for used in self._used]
+        return other
 
     def make_store(self, rows: int) -> None:
         """Gives each shard an empty store of so many rows, in place of its last one."""
@@ -74,20 +81,23 @@ class HeldPrefixes:
         self._ids = [[ids[slot] for slot in some] + ids[begin:] for ids, some in zip(self._ids, rows, strict=True)]
         self._used = [[used[slot] for slot in some] + used[begin:] for used, some in zip(self._used, rows, strict=True)]
 
-    def match(self, prompt: Sequence[int], free: Sequence[Sequence[int]]) -> Match | None:
+    def match(
+        self, prompt: Sequence[int], free: Sequence[Sequence[int]], without: Collection[tuple[int, int]] = ()
+    ) -> Match | None:
         """Finds the row that holds the longest beginning of a prompt, in a shard that has a free slot.
 
         free: the free slots of each shard. At least one token of the prompt is left to compute. What continues the whole of a
-        free slot goes on in it; else the response goes into the slot that was taken the longest time ago.
+        free slot goes on in it; else the response goes into the slot that was taken the longest time ago. Of rows that hold as
+        much, one of the emptiest shard is taken. without: (shard, row) of rows that are left out.
         """
         ids = np.asarray(prompt, np.int32)
         lengths = [
-            (common_length(ids[:-1], held), shard, row)
+            (common_length(ids[:-1], held), len(free[shard]), shard, row)
             for shard, of_shard in enumerate(self._ids)
             for row, held in enumerate(of_shard)
-            if free[shard]
+            if free[shard] and (shard, row) not in without
         ]
-        length, shard, source = max(lengths, default=(0, 0, 0))
+        length, _, shard, source = max(lengths, default=(0,) * 4)
         if length < self._shortest:
             return None
         goes_on = source in free[shard] and length >= min(len(self._ids[shard][source]), len(ids) - 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -62,6 +65,16 @@ class SlotPrograms:
     def lower(self, name: str, *args):
         """Lowers a program for these arguments."""
         return self._programs[name].lower(*args)
+
+    def row_bytes(self, params, length: int) -> int:
+        """Bytes, over all devices, of one slot of each shard whose caches hold `length` tokens.
+
+        A device holds a copy of what is not split over its axis.
+        """
+        cache = jax.eval_shape(functools.partial(self._empty, slots=self.shards, length=length), params).cache
+        parts = zip(jax.tree.leaves(cache), jax.tree.leaves(self._cache_shardings(cache)), strict=True)
+        of_device = sum(math.prod(sharding.shard_shape(a.shape)) * a.dtype.itemsize for a, sharding in parts)
+        return self._mesh.size * of_device
 
     def __call__(self, name: str, shape: str, *args):
         """Calls a program with arguments of this shape."""

@@ -16,8 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hgpo_jax.policy import Policy
-from hgpo_jax.sampling.continuous_batching import SlotRequest, SlotSampler
+from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.slot_plan import SlotRequest
 from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.utils.errors import RunError
 
@@ -144,8 +145,8 @@ class Engine:
         separately."""
         # The longest prompts come first, so that the caches have room for all and never grow.
         counts = [(prompts, 1) for prompts in self._sampler.prompt_counts] + [(1, 2)][: self.slots - 1]
-        whole = [(length, *count, 0) for length in self._sampler.prompt_widths[::-1] for count in counts]
-        return whole + [(self.prompt_limit, 1, 1, rest) for rest in self._sampler.piece_widths if rest < self.prompt_limit]
+        whole = [(length, *count, 0) for length in self._sampler.shapes.prompts[::-1] for count in counts]
+        return whole + [(self.prompt_limit, 1, 1, rest) for rest in self._sampler.shapes.pieces if rest < self.prompt_limit]
 
     def warm_up(self, length: int, prompts: int, responses: int, rest: int) -> None:
         """Compiles the programs for such requests, so that no client waits for it later. Raises RunError if that fails.
@@ -198,6 +199,11 @@ class Engine:
     def cache_bytes(self) -> int:
         """Bytes of the caches, once `warm_up` has made them."""
         return self._sampler.bytes
+
+    @property
+    def smallest_store(self) -> int:
+        """Bytes of the smallest store that keeps anything."""
+        return self._sampler.longest_row_bytes
 
     @property
     def counts(self) -> dict[str, float]:

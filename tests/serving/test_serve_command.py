@@ -1,5 +1,6 @@
 """`python -m hgpo_jax.serve`: starts, answers, ends; refuses what cannot be served."""
 
+import dataclasses
 import json
 import signal
 import socket
@@ -22,6 +23,8 @@ def folder(tmp_path_factory):
     policy = byte_policy()
     policy.save(folder := tmp_path_factory.mktemp("serve") / "tiny")
     Policy(policy.config, policy.params, None).save(folder.parent / "mute")
+    config = dataclasses.replace(policy.config, max_position_embeddings=8192)
+    dataclasses.replace(policy, config=config).save(folder.parent / "long")
     return folder
 
 
@@ -62,6 +65,7 @@ def test_a_server_from_start_to_end(folder, tmp_path):
         (["FOLDER", "--port", "TAKEN"], "--port"),
         (["FOLDER", "--port", "70000"], "--port 70000"),
         (["FOLDER", "--mesh", "data=9"], "mesh"),
+        (["LONG", "--prompt-limit", "8152", "--store", "1"], "1: the smallest that holds a prompt and its response is 2"),
         (["MUTE"], "has no tokenizer with an end token"),
     ],
 )
@@ -69,7 +73,8 @@ def test_mistakes_are_one_line(arguments, fragment, folder, monkeypatch, capsys)
     monkeypatch.delenv("HGPO_API_KEY", raising=False)
     monkeypatch.setattr(type(jax.config), "update", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        names = {"FOLDER": str(folder), "MUTE": str(folder.parent / "mute"), "TAKEN": str(taken.getsockname()[1])}
+        others = {name: str(folder.parent / name.lower()) for name in ("MUTE", "LONG")}
+        names = {"FOLDER": str(folder), "TAKEN": str(taken.getsockname()[1])} | others
         limit = [] if "--response-limit" in arguments else ["--response-limit", "40"]
         monkeypatch.setattr(sys, "argv", ["serve", *(names.get(word, word) for word in arguments), *limit])
         with pytest.raises(SystemExit) as ended:
