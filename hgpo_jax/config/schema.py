@@ -155,6 +155,11 @@ class RolloutConfig(Section):
     decode_batch_size: Positive = field(
         64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
     )
+    constrain: Literal["none", "admissible"] = field(
+        "none",
+        "admissible: sample only what can still become an admissible action, and learn with these probabilities; for a "
+        "compiled environment played in its own words, which lists its actions",
+    )
     ready_fraction: float = field(
         1.0,
         "text: go on decoding as soon as this fraction of the unfinished episodes can take part, while the environments "

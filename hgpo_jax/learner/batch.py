@@ -29,6 +29,7 @@ class TrainingBatch(struct.PyTreeNode):
     returns: jax.Array | None = None  # the critic's targets, of the same shape
     has_target: jax.Array | None = None  # bool[N, 3], the heads that learn from a decision; None: all
     chain: jax.Array | None = None  # i32[N], equal for turns that extend each other (`conversations.chains`); None: none do
+    allowed: jax.Array | None = None  # u32[N, R, W], the tokens that each could have been (`sampling/constraint.py`); None: any
     layout: packing.PackedLayout | None = None  # None: each decision is a sequence of its own
 
     def tokens(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:

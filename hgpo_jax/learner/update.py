@@ -29,6 +29,7 @@ from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.policy.transformer import Qwen2
 from hgpo_jax.policy.vocabulary import gather_logprobs
+from hgpo_jax.sampling.constraint import restrict
 
 Two = tuple[jax.Array, jax.Array]
 # (params, reference, microbatch) -> (numerator, stats, the largest difference of log-probabilities); see `make_update`.
@@ -42,6 +43,8 @@ def token_logprobs(
 ) -> Two:
     """Computes log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
 
+    Where decoding was constrained (`batch.allowed`), both are of the distribution over the allowed tokens, as in sampling.
+
     temperature: of the distribution, as in sampling.
     max_logits: logits to hold at a time, over the devices of fsdp and tensor together; if the predictions need more, they are
     computed in chunks, and again in the backward pass. All logits together would be by far the largest array of an update
@@ -52,14 +55,18 @@ def token_logprobs(
     hidden = model.hidden(layout.tokens, layout.predict_slots, segment_start=layout.segment_start, remat=remat)
     M, Q = layout.predict_slots.shape
     targets = jnp.zeros((M, Q), jnp.int32).at[index].set(batch.responses, mode="drop")
+    chosen: tuple[jax.Array, ...] = hidden, targets
+    if batch.allowed is not None:
+        words = batch.allowed.shape[-1]
+        chosen += (jnp.zeros((M, Q, words), jnp.uint32).at[index].set(batch.allowed, mode="drop"),)
 
-    def logprobs_of_chunk(model: Qwen2, hidden: jax.Array, targets: jax.Array) -> Two:
-        logps = jax.nn.log_softmax(model.logits(hidden) / temperature)
+    def logprobs_of_chunk(model: Qwen2, hidden: jax.Array, targets: jax.Array, allowed: jax.Array | None = None) -> Two:
+        logps = jax.nn.log_softmax(restrict(model.logits(hidden), allowed) / temperature)
         return gather_logprobs(logps, targets), -(jnp.exp(logps) * logps).sum(-1)
 
     width = max(1, min(Q, max_logits // (M * model.c.vocab_size)))  # predictions of each sequence at a time
     if width == Q:
-        out = logprobs_of_chunk(model, hidden, targets)
+        out = logprobs_of_chunk(model, *chosen)
     else:
         chunks = -(-Q // width)
 
@@ -69,7 +76,7 @@ def token_logprobs(
 
         graphdef, weights = nnx.split(model)
         body = jax.checkpoint(lambda weights, *inputs: logprobs_of_chunk(nnx.merge(graphdef, weights), *inputs))
-        out = jax.lax.map(lambda inputs: body(weights, *inputs), (split(hidden), split(targets)))
+        out = jax.lax.map(lambda inputs: body(weights, *inputs), tuple(split(a) for a in chosen))
         out = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(M, -1)[:, :Q], out)
     logp, entropy = (a.at[index].get(mode="fill", fill_value=0) for a in out)
     return logp, entropy

@@ -26,6 +26,7 @@ from hgpo_jax.rollout.compiled_prompts import History, make_prompt, prompt_width
 from hgpo_jax.rollout.episodes import Episodes, action_ids
 from hgpo_jax.rollout.requirements import check_compiled, roles_of
 from hgpo_jax.rollout.signals import declared
+from hgpo_jax.sampling.constraint import Sequences, words_of
 from hgpo_jax.sampling.generate import Responses, generate, turn_keys
 
 
@@ -156,6 +157,7 @@ class Program:
     decode_batch_size: episodes that each device decodes at a time; rounded down to a divisor of its number of episodes.
     end, act: token ids of the end of a response and of the mark that asks for one.
     policies: the name of each role's policy.
+    constrained: whether only admissible actions are sampled; `env` is then a `protocol.ListsActions`.
     """
 
     env: Any
@@ -166,6 +168,7 @@ class Program:
     end: int = 0
     act: int = 0
     policies: tuple[str, ...] = (SHARED,)
+    constrained: bool = False
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -175,6 +178,11 @@ class Program:
     def response_slots(self) -> int:
         """R, tokens of the longest response."""
         return self.env.action_length + 1
+
+    @property
+    def words_of_tokens(self) -> int:
+        """W, the u32 words of a set of tokens that answers consist of."""
+        return words_of(max(len(self.env.words), self.end + 1))
 
     @property
     def widths(self) -> Sequence[int]:
@@ -267,6 +275,9 @@ class Program:
         prompts: i32[M, P], their prompts; lengths: i32[M], the lengths of these.
         """
         keys = turn_keys(states.key, turn)
+        if self.constrained:
+            listed, actions = jax.vmap(self.env.admissible)(states.env)
+            decoding = decoding.replace(answers=Sequences.of_actions(actions, listed, self.end, self.words_of_tokens))
         longest = max_across_devices(lengths.max())
 
         def responses(model, blocks):
@@ -325,6 +336,8 @@ class Program:
             "mask": ~states.done,
             "agents": roles,
         }
+        if self.constrained:
+            record["allowed"] = out.allowed
         if declared(env):
             record["signals"] = jax.vmap(env.signal_values)(state).astype(jnp.float32)
         return after, record | notes | self.faults(well_formed, invalid)
@@ -342,7 +355,8 @@ class Program:
 
     def _no_responses(self, count: int) -> Responses:
         shape = count, self.response_slots
-        return Responses(tokens=jnp.zeros(shape, jnp.int32), logp=jnp.zeros(shape), lengths=jnp.zeros(count, jnp.int32))
+        allowed = jnp.zeros((*shape, self.words_of_tokens), jnp.uint32) if self.constrained else None
+        return Responses(jnp.zeros(shape, jnp.int32), jnp.zeros(shape), jnp.zeros(count, jnp.int32), allowed)
 
 
 def _state_ids(observations, final, mask):

@@ -38,7 +38,7 @@ KINDS = {
     "final_prompts": ("i", "BP"),
     "final_prompt_lengths": ("i", "B"),
 }
-OPTIONAL_KINDS = {"signals": ("f", "BTS")}  # None in episodes without them
+OPTIONAL_KINDS = {"signals": ("f", "BTS"), "allowed": ("u", "BTRW")}  # None in episodes without them
 
 
 class Episodes(struct.PyTreeNode):
@@ -68,6 +68,7 @@ class Episodes(struct.PyTreeNode):
     truncated: jax.Array  # bool[B], a time limit ended the episode, not the task itself
     final_prompts: jax.Array  # i32[B, P], the next prompt of a truncated episode, right-padded
     final_prompt_lengths: jax.Array  # i32[B], 0 if there is none
+    allowed: jax.Array | None = None  # u32[B, T, R, W], what each token could be (`sampling/constraint.py`); None: anything
     signals: jax.Array | None = None  # f32[B, T, S], the signals beside the reward (`rollout/signals.py`); None without any
 
     @classmethod
@@ -77,7 +78,7 @@ class Episodes(struct.PyTreeNode):
         dtype = {"i": np.int32, "f": np.float32, "b": bool}
         arrays: dict[str, Any] = {
             name: np.zeros([size[dimension] for dimension in shape], dtype[kind])
-            for name, (kind, shape) in (KINDS | OPTIONAL_KINDS if signals else KINDS).items()
+            for name, (kind, shape) in (KINDS | {"signals": OPTIONAL_KINDS["signals"]} if signals else KINDS).items()
         }
         return cls(**arrays)
 
@@ -129,8 +130,9 @@ class Episodes(struct.PyTreeNode):
     def _check(self) -> None:
         """Raises ValueError for arrays that no rollout produces."""
         B, T = self.mask.shape
-        for name, (kind, dimensions) in (KINDS if self.signals is None else KINDS | OPTIONAL_KINDS).items():
-            array, shape = getattr(self, name), {"B": (B,), "BT": (B, T)}[dimensions.rstrip("PROS")]
+        for name, array in self.arrays().items():
+            kind, dimensions = (KINDS | OPTIONAL_KINDS)[name]
+            shape = {"B": (B,), "BT": (B, T)}[dimensions.rstrip("PROSW")]
             if array.dtype.kind != kind or array.shape[: len(shape)] != shape or array.ndim != len(dimensions):
                 raise ValueError(f"{name} is {array.dtype}{list(array.shape)} beside a mask of {[B, T]}")
             if kind == "i" and array.size and array.min() < 0:

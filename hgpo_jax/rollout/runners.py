@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import policy_of_each
-from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
+from hgpo_jax.envs.protocol import CompiledEnv, ListsActions, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import ACT
@@ -85,6 +85,10 @@ class CompiledRunner:
             check_compiled(env)
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        if (constrained := config.rollout.constrain == "admissible") and not isinstance(env, ListsActions):
+            raise ConfigError(
+                f"rollout.constrain=admissible: {type(env).__name__} does not list its actions (admissible); leave it out"
+            )
         self.env, self.task_types, self.roles, self._games = env, env.task_types, roles_of(env), games
         self.signals = declared(env)
         self.answer_parts = tuple(getattr(env, "answer_parts", ()))
@@ -101,6 +105,7 @@ class CompiledRunner:
             end=self._end,
             act=tokenizer.convert_tokens_to_ids(ACT),
             policies=policy_of_each(config, self.roles),
+            constrained=constrained,
         )
         self.program, self._play_on = make_rollout(env, program, mesh), make_continuations(env, program, mesh)
         self.end_tokens = (self._end,)

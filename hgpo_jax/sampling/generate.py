@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from hgpo_jax.policy.kv_cache import KVCache, manual_axes
 from hgpo_jax.policy.mesh import auto_axes, constrain, max_across_devices, partition_in_context
 from hgpo_jax.policy.vocabulary import gather_logprobs
+from hgpo_jax.sampling.constraint import Sequences, restrict
 
 
 class Responses(struct.PyTreeNode):
@@ -28,6 +29,7 @@ class Responses(struct.PyTreeNode):
     tokens: jax.Array  # i32[B, R], 0 after the end
     logp: jax.Array  # f32[B, R], 0 after the end
     lengths: jax.Array  # i32[B], including the end token
+    allowed: jax.Array | None = None  # u32[B, R, W], what each could be (`constraint.py`), 0 after the end; None: any token
 
 
 def buckets(largest: int, *, factor: int, smallest: int) -> list[int]:
@@ -53,12 +55,14 @@ class Decoding(struct.PyTreeNode):
     top_k: only the k most likely tokens; 0: all.
     top_p: among these, only the most likely ones that together reach this probability (Holtzman et al., arXiv 1904.09751).
     min_new: no response ends before this many tokens.
+    answers: what the responses may be; None: anything.
     """
 
     temperature: jax.typing.ArrayLike = 1.0
     top_k: jax.typing.ArrayLike = 0
     top_p: jax.typing.ArrayLike = 1.0
     min_new: jax.typing.ArrayLike = 0
+    answers: Sequences | None = None
 
 
 def published_decoding(
@@ -79,7 +83,7 @@ def published_decoding(
             value = numbers.get(name, low)
             if not (isinstance(value, int | float) and low <= value <= high):
                 raise ValueError(f"{place}{name}={value!r:.50}: must be from {low} to {high}")
-    return Decoding(**defaults | overrides, min_new=min_new)
+    return Decoding(min_new=min_new).replace(**defaults | overrides)
 
 
 def sample_token(logits, keys, decoding: Decoding):
@@ -139,9 +143,12 @@ def turn_keys(keys, turns):
     return jax.vmap(jax.random.fold_in)(keys, turns)
 
 
-def sample_next(model, hidden, keys, i, *, end_tokens: tuple[int, ...], decoding: Decoding):
-    """Samples token number `i`, i32[] or i32[B], of each response from hidden [B, D]: (i32[B], log-probabilities f32[B])."""
-    logits = constrain(model.logits(hidden), "batch", "vocab_of_rows")
+def sample_next(model, hidden, keys, i, allowed=None, *, end_tokens: tuple[int, ...], decoding: Decoding):
+    """Samples token number `i`, i32[] or i32[B], of each response from hidden [B, D]: (i32[B], log-probabilities f32[B]).
+
+    allowed: u32[B, W], the tokens to choose from (`constraint.py`); None: all.
+    """
+    logits = restrict(constrain(model.logits(hidden), "batch", "vocab_of_rows"), allowed)
     i = jnp.broadcast_to(i, keys.shape)
     too_early = is_end(jnp.arange(logits.shape[-1]), end_tokens) & (i < decoding.min_new)[:, None]
     logits = jnp.where(too_early, -jnp.inf, logits)
@@ -214,11 +221,17 @@ def generate(
     B, P = prompts.shape
     hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)
     sample = functools.partial(sample_next, model, end_tokens=end_tokens, decoding=decoding)
-    token, logp = sample(hidden, keys, 0)
+    nothing, answers = jnp.zeros((B, max_new), jnp.int32), decoding.answers
+    allowed, record = None, None
+    if answers is not None:
+        allowed = answers.next_tokens(nothing, jnp.int32(0))
+        record = jnp.zeros((B, max_new, answers.words), jnp.uint32).at[:, 0].set(allowed)
+    token, logp = sample(hidden, keys, 0, allowed)
     out = Responses(
-        tokens=jnp.zeros((B, max_new), jnp.int32).at[:, 0].set(token),
+        tokens=nothing.at[:, 0].set(token),
         logp=jnp.zeros((B, max_new), jnp.float32).at[:, 0].set(logp),
         lengths=jnp.ones(B, jnp.int32),
+        allowed=record,
     )
     state = DecodeState(
         index=jnp.arange(B),
@@ -232,19 +245,25 @@ def generate(
     def step(carry):
         i, state, out, _ = carry
         hidden, cache = model.decode(state.token, state.prompt_length + i - 1, state.cache, blocks, ~state.ended)
-        token, logp = sample(hidden, state.key, i)
+        allowed, record = None, None
+        if answers is not None:
+            allowed = answers.next_tokens(out.tokens, i)
+            record = out.allowed.at[state.index, i].set(jnp.where(state.ended[:, None], 0, allowed))
+        token, logp = sample(hidden, state.key, i, allowed)
         token, logp = jnp.where(state.ended, 0, token), jnp.where(state.ended, 0.0, logp)
         out = Responses(
             tokens=out.tokens.at[state.index, i].set(token),
             logp=out.logp.at[state.index, i].set(logp),
             lengths=out.lengths.at[state.index].add(~state.ended),
+            allowed=record,
         )
         state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token, end_tokens))
         return i + 1, state, out, smallest_batch(state.ended)
 
     # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. There are no further sizes, because
     # each would compile another copy of all layers.
-    sizes = [B, B // 4] if B % (4 * row_shards()) == 0 and max_new >= COMPACT_FROM else [B]
+    compacts = B % (4 * row_shards()) == 0 and max_new >= COMPACT_FROM and answers is None
+    sizes = [B, B // 4] if compacts else [B]
     i = jnp.int32(1)
     for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
         if size < B:

@@ -72,6 +72,10 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
         raise ConfigError(f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out")
     if "split" in entry.options and env.split == "generated" and not (compiled or env.compiled):
         raise ConfigError("env.split=generated: has no files to play on the host; give env.compiled=true, too")
+    if config.rollout.constrain == "admissible" and not compiled:
+        raise ConfigError(
+            f"rollout.constrain=admissible: env.name={env.name} is played in text, whose answers are free; leave it out"
+        )
     if config.rollout.ready_fraction < 1 and not compiled and not env.workers:
         raise ConfigError(
             f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step "

@@ -287,6 +287,7 @@ def training_batch(e: Episodes) -> TrainingBatch:
         response_lengths=_flat(e.response_lengths),
         old_logp=_flat(e.logp),
         advantages=jnp.zeros(e.mask.size),
+        allowed=None if e.allowed is None else _flat(e.allowed),
     )
 
 

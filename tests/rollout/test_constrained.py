@@ -1,0 +1,92 @@
+"""Rollouts that sample admissible actions only: what they may choose, and the probabilities that the trainer sees."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from hgpo_jax.config import load
+from hgpo_jax.config.policies import SHARED
+from hgpo_jax.envs.household import HouseholdPlan
+from hgpo_jax.learner.update import token_logprobs
+from hgpo_jax.policy import network, shardings
+from hgpo_jax.rollout.compiled import Program, make_rollout
+from hgpo_jax.rollout.runners import CompiledRunner
+from hgpo_jax.rollout.tasks import task_keys
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.trainer.step import training_batch
+from tests.helpers.plain_rollout import action_of, check_against_plain_play
+from tests.helpers.refusals import refused
+from tests.helpers.tiny import mesh_of
+from tests.rollout.household_policy import ACT, END, ENV, MODEL, K, cloned
+
+B, TEMPERATURE = 12, 1.5
+TASKS = np.arange(B) // 2
+
+
+@functools.cache
+def compiled(spec):
+    options = {"history_length": K, "decode_batch_size": 6, "end": END, "act": ACT, "constrained": True}
+    return make_rollout(ENV, functools.partial(Program, graphdefs={SHARED: network(MODEL)}, **options), mesh_of(spec))
+
+
+@functools.cache
+def play(spec="data=1", temperature=TEMPERATURE):
+    mesh, rollout = mesh_of(spec), compiled(spec)
+    keys = jax.random.split(jax.random.key(5), B)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(cloned(), shardings(MODEL, mesh))
+        inputs = task_keys("train", 3, TASKS), keys, jnp.int32(TASKS), Decoding(temperature=temperature)
+        return jax.device_get(rollout({SHARED: placed}, *inputs))
+
+
+def test_every_action_is_admissible_and_the_record_says_what_else_could_have_been():
+    e, listed, reset, step = play(), *map(jax.jit, (ENV.admissible, ENV.reset, ENV.step))
+    check_against_plain_play(ENV, e, task_keys("train", 3, TASKS), K, END, ACT)
+    assert not e.invalid.any()
+    assert len(np.unique(e.actions[e.mask])) > 10
+    for b in range(B):
+        state, _ = reset(task_keys("train", 3, TASKS)[b])
+        for t in range(e.mask[b].sum()):
+            flags, words = jax.device_get(listed(state))
+            answers = [[word for word in row if word] + [END] for row in words[flags].tolist()]
+            response = e.responses[b, t, : e.response_lengths[b, t]].tolist()
+            assert response in answers
+            for i in range(e.responses.shape[-1]):
+                bits = int.from_bytes(e.allowed[b, t, i].tobytes(), "little")
+                going_on = {a[i] for a in answers if a[:i] == response[:i]} if i < len(response) else set()
+                assert {token for token in range(bits.bit_length()) if bits >> token & 1} == going_on
+            state, *_ = step(state, action_of(response, END, ENV.action_length)[0])
+
+
+def test_the_trainer_sees_the_samplers_log_probabilities():
+    model = nnx.merge(network(MODEL), cloned())
+    logprobs = jax.jit(lambda batch, temperature: token_logprobs(model, batch, temperature=temperature))
+    for temperature in (TEMPERATURE, 0.0):
+        batch = training_batch(play(temperature=temperature))
+        logp, entropy = logprobs(batch, temperature or 1.0)
+        np.testing.assert_allclose(logp, batch.old_logp, atol=1e-5)
+        assert np.asarray(logp).max() < 1e-6 and (np.asarray(entropy) >= 0).all()
+    free, _ = logprobs(batch.replace(allowed=None), 1.0)
+    assert (logp - free).max() > 0.1  # the tokens left out had probability
+    in_chunks, _ = jax.jit(functools.partial(token_logprobs, model, max_logits=1))(batch)
+    np.testing.assert_allclose(in_chunks, logp, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_devices_change_nothing():
+    for name, value in play().arrays().items():
+        compare = functools.partial(np.testing.assert_allclose, atol=1e-5) if name == "logp" else np.testing.assert_array_equal
+        compare(getattr(play("data=2,fsdp=2,tensor=2"), name), value, err_msg=name)
+
+
+def test_what_lists_no_actions_is_refused():
+    config = load(None, ["rollout.constrain=admissible", "env.name=household_text"])
+    with refused("rollout.constrain=admissible: env.name=household_text is played in text"):
+        check_together(config)
+    with refused("rollout.constrain=admissible: HouseholdPlan does not list its actions"):
+        CompiledRunner(config, HouseholdPlan(), {}, None, mesh_of("data=1"))
