@@ -40,6 +40,11 @@ def pytest_collection_finish():
     gc.set_threshold(200_000, 20, 100)
 
 
+def pytest_sessionfinish():
+    """pytest looks through everything twice more as it ends, and Python again, when nothing is left to be found."""
+    gc.freeze()
+
+
 # The longest files: first those whose slow tests take minutes, then those whose quick ones take ten seconds and more. One that
 # began last would leave the other processes idle. What test_train.py compiles test_python_api.py finds in the cache.
 LONGEST = (

@@ -35,14 +35,20 @@ for _name in LINEARS:
     PARAMETER_AXES |= {f"{_name}.lora_a": (_inputs, None), f"{_name}.lora_b": (None, _outputs)}
 
 
+@functools.cache  # a run asks for it dozens of times, and each would trace it anew
+def _abstract(config: ModelConfig):
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))
+    return graphdef, nnx.to_pure_dict(state)
+
+
 def network(config: ModelConfig):
     """Returns the network's graph definition: `nnx.merge(network(config), params)` is a `Qwen2`."""
-    return nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))[0]
+    return _abstract(config)[0]
 
 
 def shapes(config: ModelConfig) -> dict:
     """Returns the parameters as ShapeDtypeStructs, without allocating anything."""
-    return nnx.to_pure_dict(nnx.split(nnx.eval_shape(lambda: Qwen2(config, nnx.Rngs(0))))[1])
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), _abstract(config)[1])  # the caller's own
 
 
 def shardings(config: ModelConfig, mesh: Mesh) -> dict:
@@ -100,8 +106,13 @@ def _log_replication(kv_heads: int, tensor: int) -> None:
     )
 
 
-def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
-    """Makes random parameters, each created in its shards on the mesh; the values are the same on every mesh."""
+@functools.cache  # compiled once in a process
+def _create(config: ModelConfig, mesh: Mesh):
     create = lambda key: nnx.to_pure_dict(nnx.split(Qwen2(config, nnx.Rngs(key)))[1])  # noqa: E731
     # The key is an argument, not a constant, so that one compilation serves every seed.
-    return jax.jit(create, out_shardings=shardings(config, mesh))(jax.random.key(seed))
+    return jax.jit(create, out_shardings=shardings(config, mesh))
+
+
+def initialize(config: ModelConfig, seed: int, mesh: Mesh) -> dict:
+    """Makes random parameters, each created in its shards on the mesh; the values are the same on every mesh."""
+    return _create(config, mesh)(jax.random.key(seed))

@@ -7,10 +7,12 @@ import math
 import jax
 import pytest
 
-from hgpo_jax.policy import RopeScaling, huggingface_folder, shapes, shardings
+from hgpo_jax.policy import RopeScaling, huggingface_folder, initialize, network, placement, shapes, shardings
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.presets import FAMILIES, preset
+from hgpo_jax.policy.transformer import Qwen2
 from tests.helpers.needs import DATA
+from tests.helpers.tiny import MODEL, mesh_of
 
 NAMES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 QWEN = {"tie_word_embeddings": True, "rope_theta": 1e6}
@@ -85,6 +87,17 @@ def test_the_networks_parameters_are_as_many_and_a_mesh_cuts_every_matrix(name, 
     places = jax.tree.leaves(shardings(preset(name), make_mesh(spec)))
     largest = max(math.prod(s.shard_shape(a.shape)) for s, a in zip(places, leaves, strict=True))
     assert largest == max(a.size for a in leaves if a.ndim > 1) / 4  # fsdp x tensor
+
+
+def test_a_network_is_traced_once_for_all_who_ask_and_once_to_create_it(monkeypatch):
+    made, config = [], dataclasses.replace(MODEL, vocab_size=19)
+    monkeypatch.setattr(placement, "Qwen2", lambda *given: made.append(given) or Qwen2(*given))
+    assert network(config) is network(config)
+    shapes(config).clear()  # the caller's own
+    assert jax.tree.structure(shapes(config)) == jax.tree.structure(shardings(config, mesh_of())) and len(made) == 1
+    for seed in range(2):
+        jax.eval_shape(lambda seed=seed: initialize(config, seed, mesh_of()))
+    assert len(made) == 2
 
 
 @pytest.mark.needs("data")

@@ -22,7 +22,14 @@ MODEL = ModelConfig(
 )  # fmt: skip
 ENDS, MAX_NEW, EPISODES, SLOTS, SHORT, LONG = (5, 9), 40, 24, 6, 130, 520
 KEYS = jax.random.split(jax.random.key(3), EPISODES)
-PLAIN = Decoding(*map(np.float32, (1.0, 0, 1.0, 0)))
+
+
+def in_float32(decoding: Decoding) -> Decoding:
+    """The same values in one type, so that the same programs serve all of them."""
+    return Decoding(*map(np.float32, dataclasses.astuple(decoding)))
+
+
+PLAIN = in_float32(Decoding())
 
 
 @functools.cache
@@ -40,7 +47,7 @@ def programs(spec: str):
 def make_sampler(decoding: Decoding | None, spec="data=1", slots=SLOTS) -> SlotSampler:
     mesh, compiled = programs(spec)
     placed = jax.device_put(parameters(), shardings(MODEL, mesh))
-    return SlotSampler(compiled, placed, KEYS, decoding, slots=slots, prompt_limit=LONG)
+    return SlotSampler(compiled, placed, KEYS, decoding and in_float32(decoding), slots=slots, prompt_limit=LONG)
 
 
 def random_requests(seed: int, count: int = EPISODES, longest: int = SHORT) -> list[SlotRequest]:
@@ -82,8 +89,7 @@ def alone(request: SlotRequest, decoding: Decoding):
     prompt = np.zeros((1, LONG), np.int32)
     prompt[0, : len(request.ids)] = request.ids
     key = jax.random.fold_in(KEYS[request.episode], request.turn)[None]
-    given = Decoding(*(np.float32(value) for value in dataclasses.astuple(decoding)))
-    out = _generate(MODEL, parameters(), prompt, np.array([len(request.ids)]), key, given)
+    out = _generate(MODEL, parameters(), prompt, np.array([len(request.ids)]), key, in_float32(decoding))
     n = min(int(out.lengths[0]), request.limit or MAX_NEW)
     return np.asarray(out.tokens[0, :n]), np.asarray(out.logp[0, :n])
 
