@@ -24,6 +24,7 @@ FREE_TO_CHANGE = (
     "rollout.decode_batch_size",
     "learner.microbatch_size",
     "env.workers",
+    "env.preload",
     "log.",
     "evaluation.",
 )
