@@ -160,6 +160,12 @@ class RolloutConfig(Section):
     decode_batch_size: Positive = field(
         64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
     )
+    store: int = field(
+        0,
+        "agents and env.template=conversation: MiB, over all devices, for what conversations have read while others have "
+        "their slots (env.workers, rollout.decode_batch_size)",
+        ge=0,
+    )
     ready_fraction: float = field(
         1.0,
         "text: go on decoding as soon as this fraction of the unfinished episodes can take part, while the environments "

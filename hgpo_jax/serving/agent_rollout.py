@@ -103,6 +103,7 @@ class AgentRunner:
             raise ConfigError(f"policy.source={config.policy.source}: {error}") from None
         self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=self.end_tokens)
         self._model, self._tokenizer, self._mesh = model, tokenizer, cast(Mesh, mesh)  # a rollout needs real devices
+        self._store = rollout.store * 2**20
         self._prompt_limit, self._turns, self._time_limit = rollout.prompt_limit, env.max_turns, env.time_limit
         self._excludes, self._played = env.failed == "exclude", False  # whether an episode has ever ended properly
         self._batch = rollout.prompt_groups * rollout.group_size
@@ -131,6 +132,7 @@ class AgentRunner:
             prompt_limit=self._prompt_limit,
             response_limit=self._programs.max_new,
             waiting_limit=self._batch,
+            store=self._store,
             programs=self._programs,
         )
         api = Api(engine, self._tokenizer, "", key="", time_limit=ANSWER_LIMIT, sessions=Sessions(sessions), frame=self._frame)

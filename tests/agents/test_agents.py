@@ -137,6 +137,16 @@ def test_who_is_asked_at_the_same_time_is_a_branch_with_the_same_samples():
     assert answers[0] == answers[1] and all(len({first, *others}) == 3 for first, others in answers[0])
 
 
+@pytest.mark.slow
+def test_conversations_that_share_a_slot_are_read_once_with_a_store():
+    runner = runner_of("rollout.prompt_limit=448", "rollout.decode_batch_size=1", "env.workers=6", "rollout.store=1")
+    runner._command = [sys.executable, str(PLAYER), "3=chats"]
+    e, report = runner.rollout({SHARED: policy().params}, [3] * B, KEYS, GROUPS, DECODING)
+    lengths = e.prompt_lengths
+    assert runner._slots == 1 and e.mask.all() and lengths[:, 0].min() > 64
+    assert report.counts["reused_share"] >= lengths[:, :-1].sum() / lengths.sum()
+
+
 def test_tasks_to_train_on_and_held_out_ones():
     for stream, count in (("train", None), ("held_out", 10)):
         assert runner_of().select_tasks(stream, 3, range(25)) == task_numbers(stream, 3, np.arange(25), count)
