@@ -26,6 +26,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 NUMBER = struct.Struct("i")
 READY = b"\0"
@@ -35,7 +36,8 @@ class Forked:
     """A running program, with the methods of a subprocess.Popen that `agent_rollout.Commands` uses."""
 
     def __init__(self, pid: int, connection: socket.socket):
-        self.pid, self.returncode, self._connection = pid, None, connection
+        self.pid, self._connection = pid, connection
+        self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
         """Returns the exit code, or minus the signal's number. Raises subprocess.TimeoutExpired."""
@@ -94,7 +96,7 @@ class ForkServer:
             self._connection.sendall(request)
         if not (pid := ours.recv(NUMBER.size)):
             raise OSError(errno.ECHILD, "the process that forks it has failed")
-        return Forked(*NUMBER.unpack(pid), ours)
+        return Forked(NUMBER.unpack(pid)[0], ours)
 
     def close(self) -> None:
         """Ends the server, and what still runs."""
@@ -110,8 +112,9 @@ def _serve(connection: socket.socket) -> tuple[dict[str, str], str] | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(waker)
     running: dict[int, socket.socket] = {}
+    waits: list[Any] = [connection, awake]
     while True:
-        ready, _, _ = select.select([connection, awake], [], [])
+        ready, _, _ = select.select(waits, [], [])
         if awake in ready:
             os.read(awake, 4096)
             _tell_codes(running)
