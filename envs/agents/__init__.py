@@ -1,1 +1,1 @@
-"""Agents: programs of their own that play through OpenAI's API. Each is started anew for every episode (`env.name=agent`)."""
+"""Agents: programs of their own that play through OpenAI's API. Each episode has its own process (`env.name=agent`)."""

@@ -59,6 +59,11 @@ class EnvConfig(Section):
         "prompt group and each evaluation episode, so that held-out goals are also trained on",
     )
     command: str = field("", "agent: what plays an episode, started anew for each one (hgpo_jax/serving/agent_rollout.py)")
+    preload: tuple[str, ...] = field(
+        (),
+        "agent: modules, as in [openai], that one process imports, which then forks every episode's, for a command "
+        "`python FILE` or `python -m MODULE`; (): each is started anew and imports them itself",
+    )
     failed: Literal["zero", "exclude"] = field(
         "zero",
         "agent: an episode whose command fails after an answer, or posts no reward, is lost and keeps the rewards it "
@@ -159,6 +164,12 @@ class RolloutConfig(Section):
         "none",
         "admissible: sample only what can still become an admissible action, and learn with these probabilities; for a "
         "compiled environment played in its own words, which lists its actions",
+    )
+    store: int = field(
+        0,
+        "agents and env.template=conversation: MiB, over all devices, for what conversations have read while others have "
+        "their slots (env.workers, rollout.decode_batch_size)",
+        ge=0,
     )
     ready_fraction: float = field(
         1.0,

@@ -23,7 +23,7 @@ MATTER = (
     "rollout.response_limit",
     "rollout.stop",
 )
-DO_NOT = ("env.data", "env.split", "env.workers", "env.time_limit", "evaluation.every")
+DO_NOT = ("env.data", "env.split", "env.workers", "env.preload", "env.time_limit", "evaluation.every")
 
 
 def write(path: Path, result: dict, episodes: Sequence[dict] = ()) -> None:

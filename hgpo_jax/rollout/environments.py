@@ -157,7 +157,7 @@ ENVIRONMENTS = {
         fallback=20,
         lower_case=True,
     ),
-    "agent": Environment(("command", "failed", "num_held_out_tasks", "max_turns"), agent=True),
+    "agent": Environment(("command", "failed", "preload", "num_held_out_tasks", "max_turns"), agent=True),
 }
 
 

@@ -53,6 +53,7 @@ class TextSettings:
     time_limit: timeout in seconds, after which a worker's episode counts as hung.
     ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
     reuse: whether a prompt that begins with the last one of its episode is computed from there on (`held_prefixes.py`).
+    store: bytes to keep what episodes have read when others take their slots; with `reuse`.
     """
 
     batch: int
@@ -64,6 +65,7 @@ class TextSettings:
     time_limit: float = 60.0
     ready_fraction: float = 1.0
     reuse: bool = False
+    store: int = 0
 
 
 class HostRollout:
@@ -158,7 +160,8 @@ class HostRollout:
     ) -> dict[str, float]:
         """Plays some of a call's episodes, from their beginning, into its buffer; returns the sampler's figures."""
         tasks = [int(task) for task in tasks]
-        sizes = {"slots": self._slots, "prompt_limit": self._format.prompt_limit, "reuse": self._settings.reuse}
+        sizes = {"slots": self._slots, "prompt_limit": self._format.prompt_limit}
+        sizes |= {"reuse": self._settings.reuse, "store": self._settings.store}
         samplers = {
             name: SlotSampler(programs, params[name], keys, decoding, **sizes) for name, programs in self._programs.items()
         }

@@ -300,4 +300,5 @@ def _text_settings(config: Config) -> TextSettings:
         time_limit=env.time_limit,
         ready_fraction=rollout.ready_fraction,
         reuse=converses(config),
+        store=rollout.store * 2**20,
     )

@@ -31,6 +31,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -51,6 +52,7 @@ from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.serving.engine import Engine
+from hgpo_jax.serving.fork_server import Forked, ForkServer
 from hgpo_jax.utils.errors import ConfigError, RunError, one_line
 
 log = logging.getLogger(__name__)
@@ -82,6 +84,8 @@ class AgentRunner:
         check_context(config, models)
         (model,) = models.values()  # an agent has one role
         self._command = command_of(env.command)
+        self._preload = env.preload
+        self._forks = fork_server(self._command, env.command, env.preload) if env.preload else None
         try:
             import hgpo_jax.serving.uvicorn_server  # noqa: F401
         except ImportError as error:
@@ -99,6 +103,7 @@ class AgentRunner:
             raise ConfigError(f"policy.source={config.policy.source}: {error}") from None
         self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=self.end_tokens)
         self._model, self._tokenizer, self._mesh = model, tokenizer, cast(Mesh, mesh)  # a rollout needs real devices
+        self._store = rollout.store * 2**20
         self._prompt_limit, self._turns, self._time_limit = rollout.prompt_limit, env.max_turns, env.time_limit
         self._excludes, self._played = env.failed == "exclude", False  # whether an episode has ever ended properly
         self._batch = rollout.prompt_groups * rollout.group_size
@@ -127,10 +132,13 @@ class AgentRunner:
             prompt_limit=self._prompt_limit,
             response_limit=self._programs.max_new,
             waiting_limit=self._batch,
+            store=self._store,
             programs=self._programs,
         )
         api = Api(engine, self._tokenizer, "", key="", time_limit=ANSWER_LIMIT, sessions=Sessions(sessions), frame=self._frame)
-        with engine, served(api) as url, Commands(self._command, self._time_limit) as commands:
+        if self._forks and self._forks.ended:  # it was killed
+            self._forks = fork_server(self._command, " ".join(self._command), self._preload)
+        with engine, served(api) as url, Commands(self._command, self._time_limit, self._forks) as commands:
             play = functools.partial(_play, commands, url, split, engine)
             with ThreadPoolExecutor(self._at_a_time, "agents") as threads:
                 try:
@@ -162,7 +170,9 @@ class AgentRunner:
         return task_numbers(stream, seed, np.asarray(indices), self.num_held_out_tasks if stream == "held_out" else None)
 
     def close(self) -> None:
-        """Does nothing: commands end with their rollout."""
+        """Ends the process that forks commands; the commands end with their rollout."""
+        if self._forks:
+            self._forks.close()
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
@@ -189,6 +199,25 @@ def command_of(text: str) -> list[str]:
     if shutil.which(words[0], path=_path()) is None:
         raise ConfigError(f"env.command={text}: there is no program {words[0]}")
     return words
+
+
+def fork_server(command: list[str], text: str, preload: Sequence[str]) -> ForkServer:
+    """Starts the process that imports modules and forks the commands. Raises ConfigError. text: the command as it was given."""
+    found = Path(shutil.which(command[0], path=_path()) or "")
+    ours = found.parent == Path(sys.executable).parent and found.name.startswith("python")
+    if not (ours and len(command) > 1 and (not command[1].startswith("-") or (command[1] == "-m" and len(command) > 2))):
+        given = f"env.preload={','.join(preload)}"
+        raise ConfigError(f"{given}: needs a command `python FILE` or `python -m MODULE`, not env.command={text}")
+    try:
+        return ForkServer(command[1:], preload, _environment())
+    except ValueError as error:
+        raise ConfigError(f"env.preload={error}") from None
+
+
+def _environment() -> dict[str, str]:
+    """Returns a command's environment: an agent needs no accelerator, and must not use a proxy for this machine."""
+    local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
+    return os.environ | {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()}
 
 
 def _path() -> str:
@@ -229,10 +258,11 @@ class Commands:
     Processes that a command detaches (`setsid`) are not ended.
 
     time_limit: timeout in seconds after which a command that neither asks the policy nor ends is killed.
+    forks: forks the command from a process that has imported its modules; None: it is started anew.
     """
 
-    def __init__(self, command: list[str], time_limit: float):
-        self._command, self._time_limit = command, time_limit
+    def __init__(self, command: list[str], time_limit: float, forks: ForkServer | None = None):
+        self._command, self._time_limit, self._forks = command, time_limit, forks
         self._stopping = threading.Event()
 
     def __enter__(self) -> Commands:
@@ -250,19 +280,10 @@ class Commands:
         stopped = Failure(INFRASTRUCTURE, "stopped")
         if self._stopping.is_set():
             return stopped
-        # An agent needs no accelerator, and must not use a proxy for this machine.
-        local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
-        variables = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()} | variables
+        variables = _environment() | variables
         with tempfile.TemporaryFile() as output:
             try:
-                process = subprocess.Popen(
-                    self._command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | variables,
-                    start_new_session=True,
-                )
+                process = self._started(variables, output)
             except OSError as error:
                 return Failure(INFRASTRUCTURE, f"its command could not be started: {error.strerror}")
             session.started()
@@ -282,8 +303,21 @@ class Commands:
                 return Failure(CRASH, f"its command was ended by signal {-code}")
             return Failure(CRASH, f"its command ended with {code}: {_last_line(output)}") if code else None
 
+    def _started(self, variables: dict[str, str], output) -> subprocess.Popen | Forked:
+        """Starts the command. Raises OSError."""
+        if self._forks:
+            return self._forks.start(variables, output)
+        return subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            start_new_session=True,
+        )
 
-def _wait(process: subprocess.Popen) -> int | None:
+
+def _wait(process: subprocess.Popen | Forked) -> int | None:
     """Returns the exit code; None if the process does not end within a moment."""
     try:
         return process.wait(timeout=0.5)

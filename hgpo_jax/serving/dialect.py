@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol
 
 from hgpo_jax.serving.exchange import Exchange
@@ -32,6 +32,16 @@ class Dialect(Protocol):
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
         """Builds the body that tells of an error."""
+
+
+def token_logprobs(exchange: Exchange, tokens: Sequence[int], logp: Sequence[float]) -> list[dict[str, Any]]:
+    """Builds the log-probabilities of sampled tokens, in OpenAI's words."""
+    content = []
+    for token, value in zip(map(exchange.texts.token, tokens), logp, strict=True):
+        # A part of a character has no text, and only the tokenizer's own model knows its bytes.
+        code = None if "\ufffd" in token else list(token.encode())
+        content.append({"token": token, "logprob": value, "bytes": code, "top_logprobs": []})
+    return content
 
 
 def event(content: dict[str, Any], name: str = "") -> str:

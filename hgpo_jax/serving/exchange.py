@@ -25,7 +25,8 @@ from hgpo_jax.serving.text import ServedText
 class ServedPrompt(NamedTuple):
     """A prompt's ids.
 
-    beginning: the beginning of the answer that stands at their end. parser: that of the answers. parent: `Turn.parent`.
+    beginning: the beginning of the answer that stands at their end, that of a call or of a thought. parser: that of the
+    answers. parent: `Turn.parent`.
     """
 
     ids: list[int]

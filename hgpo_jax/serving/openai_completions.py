@@ -12,7 +12,7 @@ import pydantic
 from pydantic import AliasChoices, Field
 
 from hgpo_jax.policy.answers import Call
-from hgpo_jax.serving.dialect import Dialect, event
+from hgpo_jax.serving.dialect import Dialect, event, token_logprobs
 from hgpo_jax.serving.exchange import Exchange, Piece
 from hgpo_jax.serving.requests import (
     ApiError,
@@ -217,12 +217,7 @@ class ChatCompletions(Dialect):
         """Builds the log-probabilities of the sampled tokens, if the request asks for them."""
         if not self._body.logprobs:
             return None
-        content = []
-        for token, logp in zip(map(exchange.texts.token, piece.tokens), piece.logp, strict=True):
-            # A part of a character has no text, and only the tokenizer's own model knows its bytes.
-            code = None if "\ufffd" in token else list(token.encode())
-            content.append({"token": token, "logprob": logp, "bytes": code, "top_logprobs": []})
-        return {"content": content, "refusal": None}
+        return {"content": token_logprobs(exchange, piece.tokens, piece.logp), "refusal": None}
 
 
 class TextCompletions(ChatCompletions):

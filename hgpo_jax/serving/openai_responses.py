@@ -6,13 +6,13 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BeforeValidator, Field
 
-from hgpo_jax.serving.dialect import Dialect, event
+from hgpo_jax.serving.dialect import Dialect, event, token_logprobs
 from hgpo_jax.serving.exchange import Exchange, Piece
 from hgpo_jax.serving.openai_completions import ChatCompletions, TemplateOptions
 from hgpo_jax.serving.requests import (
@@ -29,6 +29,7 @@ from hgpo_jax.serving.requests import (
     parse,
 )
 
+LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 STORED = ("previous_response_id", "conversation", "prompt")  # fields that name what OpenAI's own server has stored
 
 
@@ -99,6 +100,7 @@ class TextOptions(OpenBody):
 class ResponsesBody(SamplingBody):
     """A request's body.
 
+    include: what else to tell; the log-probabilities of the sampled tokens, as in chat completions, or else it is ignored.
     tool_choice, parallel_tool_calls: as in OpenAI's chat completions. stop, chat_template_kwargs: as in other servers.
     """
 
@@ -110,6 +112,7 @@ class ResponsesBody(SamplingBody):
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     stop: StopStrings = Field(default_factory=list)
+    include: list[str] = Field(default_factory=list)
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
     parallel_tool_calls: bool = True
@@ -122,6 +125,10 @@ class ResponsesBody(SamplingBody):
         if name := next((name for name in STORED if name in (self.model_extra or {})), ""):
             raise ApiError(400, f"{name}: this server stores nothing; send the whole conversation as input", param=name)
         return self
+
+    def unknown(self) -> Iterator[str]:
+        yield from super().unknown()
+        yield from ["include"] if {*self.include} - {LOGPROBS} else []
 
     def request(self) -> SamplingRequest:
         """Translates the body."""
@@ -168,7 +175,7 @@ class Responses(Dialect):
     def response(self, exchange: Exchange) -> dict[str, Any]:
         (whole,) = exchange.choices
         status = "completed" if whole.finish_reason == "stop" else "incomplete"
-        ended = self._response(status) | {"output": self._output(whole, status), "usage": _usage(exchange)}
+        ended = self._response(status) | {"output": self._output(whole, status, exchange), "usage": _usage(exchange)}
         if status == "incomplete":
             ended["incomplete_details"] = {"reason": "max_output_tokens"}
         if not whole.calls and (warning := exchange.warning(0)):
@@ -178,7 +185,7 @@ class Responses(Dialect):
     async def events(self, exchange: Exchange) -> AsyncIterator[str]:
         yield self._event("created", response=self._response("in_progress"))
         yield self._event("in_progress", response=self._response("in_progress"))
-        begun = False
+        begun, told = False, 0  # tokens whose log-probabilities have been told
         try:
             async for piece in exchange.pieces():
                 if not begun and (piece.text or (piece.finish_reason and not piece.calls)):
@@ -186,15 +193,16 @@ class Responses(Dialect):
                     yield self._text_event("content_part.added", part=_part(""))
                     begun = True
                 if piece.text:
-                    yield self._text_event("output_text.delta", delta=piece.text, logprobs=[])
+                    logprobs = self._logprobs(exchange, told)
+                    told = len(exchange.choices[0].tokens)
+                    yield self._text_event("output_text.delta", delta=piece.text, logprobs=logprobs)
         except ApiError as error:
             failure = {"error": {"code": "server_error", "message": error.message}}
             yield self._event("failed", response=self._response("failed") | failure)
             return
         response = self.response(exchange)
         for index, item in enumerate(response["output"]):
-            for told in self._text_end(item) if item["type"] == "message" else self._call(index, item):
-                yield told
+            yield "".join(self._text_end(item) if item["type"] == "message" else self._call(index, item))
             yield self._event("output_item.done", output_index=index, item=item)
         yield self._event(response["status"], response=response)
 
@@ -222,7 +230,7 @@ class Responses(Dialect):
             "usage": None,
         }
 
-    def _output(self, whole: Piece, status: str) -> list[dict[str, Any]]:
+    def _output(self, whole: Piece, status: str, exchange: Exchange) -> list[dict[str, Any]]:
         """Builds the items of an answer: its text, unless there are calls alone, and its calls."""
         calls = [
             {
@@ -235,17 +243,25 @@ class Responses(Dialect):
             }
             for index, call in enumerate(whole.calls)
         ]
-        return [self._text_item(status, whole.text), *calls] if whole.text or not calls else calls
+        text = _part(whole.text, self._logprobs(exchange))
+        return [self._text_item(status, text), *calls] if whole.text or not calls else calls
 
-    def _text_item(self, status: str, text: str | None = None) -> dict[str, Any]:
-        """Builds the item of an answer's text; None: without a part that holds it."""
-        content = [] if text is None else [_part(text)]
-        return {"type": "message", "id": f"msg_{self._identity}", "role": "assistant", "status": status, "content": content}
+    def _logprobs(self, exchange: Exchange, begin: int = 0) -> list[dict[str, Any]]:
+        """Builds the log-probabilities of the answer's tokens from `begin` on, its calls' too, if they are asked for."""
+        if LOGPROBS not in self._body.include:
+            return []
+        whole = exchange.choices[0]
+        told = token_logprobs(exchange, whole.tokens[begin:], whole.logp[begin:])
+        return [one | {"bytes": one["bytes"] or []} for one in told]  # the official client's type knows no unknown bytes
+
+    def _text_item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
+        """Builds the item of an answer's text, with the part that holds it, if it is there."""
+        return {"type": "message", "id": f"msg_{self._identity}", "role": "assistant", "status": status, "content": [*content]}
 
     def _text_end(self, item: dict[str, Any]) -> Iterator[str]:
         """Yields the events that end a text's part."""
         (part,) = item["content"]
-        yield self._text_event("output_text.done", text=part["text"], logprobs=[])
+        yield self._text_event("output_text.done", text=part["text"], logprobs=part["logprobs"])
         yield self._text_event("content_part.done", part=part)
 
     def _call(self, index: int, item: dict[str, Any]) -> Iterator[str]:
@@ -266,8 +282,8 @@ class Responses(Dialect):
         return self._event(kind, output_index=0, item_id=f"msg_{self._identity}", content_index=0, **content)
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
 
 
 def _text(parts: list[Part]) -> str:

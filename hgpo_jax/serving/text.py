@@ -48,6 +48,11 @@ class ServedText:
         """Returns the beginning of an answer that must call this tool, or any if the name is empty; "" if it is None."""
         return self.frame.call_format(tools).begin(name) if self.frame and name is not None else ""
 
+    def opened_thought(self, thinking: bool | None) -> str:
+        """Returns the beginning of a thought with which prompts end, where the answer has to go on with it; else ""."""
+        frame = self.frame_with(thinking)
+        return frame.opened if frame and frame.inside_thought else ""
+
     def tags(self, text: str) -> list[int]:
         """Encodes text of our own."""
         return self._text.tags(text) if self._text and text else []

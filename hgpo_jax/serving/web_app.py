@@ -253,7 +253,8 @@ class Api:
                 ids = prompt_ids(self._texts, prompt, beginning, turns if parent is None else path(turns, parent))
             except ValueError as error:
                 raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
-            return ServedPrompt(ids, beginning, self._texts.parser(prompt.tools, beginning, prompt.thinking), parent)
+            parser = self._texts.parser(prompt.tools, beginning, prompt.thinking)
+            return ServedPrompt(ids, beginning or self._texts.opened_thought(prompt.thinking), parser, parent)
         ids = self._texts.prompt(prompt) if isinstance(prompt, str) else prompt
         return ServedPrompt(ids, parent=parent_of(self._texts, Conversation([]), turns, branch))
 

@@ -30,7 +30,7 @@ from hgpo_jax.rollout.environments import backend, converses, environment, max_t
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
-GiB = 2**30
+MiB, GiB = 2**20, 2**30
 # Memory of one device in bytes (vendors' data sheets).
 CHIPS = {
     "a100-40g": 40 * GiB,
@@ -77,7 +77,8 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     always["episodes"] = workload.steps * (workload.prompt + 2 * workload.response + 8) * 4
     return {
         "always": always,
-        "sampling": _sampling(sizes, workload, lockstep=backend(config) == "compiled"),
+        "sampling": _sampling(sizes, workload, lockstep=backend(config) == "compiled")
+        | _store(config, sizes, workload, mesh.size),
         "update": update | _update(config, sizes, workload),
     }
 
@@ -139,6 +140,7 @@ class _Sizes:
     kv_heads: float
     feed_forward: float
     vocabulary: float
+    token_kv: float  # bytes of a token's keys and values in one layer
     gathered_layer: float  # bytes of a layer's weights, gathered over fsdp for computation; decoding gathers nothing
 
     @classmethod
@@ -155,6 +157,7 @@ class _Sizes:
             compute_copy = 0
         D, F, E = model.hidden_size, model.intermediate_size, model.head_size
         H, G = model.num_attention_heads, model.num_key_value_heads
+        kv_heads = G / (tensor if G % tensor == 0 else 1)
         return cls(
             fsdp=fsdp,
             tensor=tensor,
@@ -163,7 +166,8 @@ class _Sizes:
             compute_bytes=compute_bytes,
             compute_copy=compute_copy,
             heads=H / tensor,
-            kv_heads=G / (tensor if G % tensor == 0 else 1),
+            kv_heads=kv_heads,
+            token_kv=2 * kv_heads * E * compute_bytes,
             feed_forward=F / tensor,
             vocabulary=model.vocab_size / tensor,
             gathered_layer=(2 * D * (H + G) * E + 3 * D * F) / tensor * compute_bytes * (fsdp > 1),
@@ -192,11 +196,10 @@ def _sampling(sizes: _Sizes, workload: Workload, lockstep: bool) -> dict[str, in
     lockstep: it samples one batch after another; otherwise it keeps slots, which new prompts fill.
     """
     model, compute, P = workload.model, sizes.compute_bytes, workload.prompt
-    D, E, H, layers = model.hidden_size, model.head_size, model.num_attention_heads, model.num_hidden_layers
+    D, H, layers = model.hidden_size, model.num_attention_heads, model.num_hidden_layers
     rows = -(-workload.decode_batch // sizes.fsdp)
     tokens = rows * P
-    token_kv = 2 * sizes.kv_heads * E * compute
-    cache = rows * (P + workload.response) * layers * token_kv
+    cache = rows * (P + workload.response) * layers * sizes.token_kv
     scores = min(tokens * H * query_block_size(P) * sizes.fsdp, max(MAX_SCORES, H * tokens * sizes.fsdp))
     feed_forward = 3 * tokens * sizes.feed_forward * compute  # the gate, the values and their product
     prefill = tokens * 2 * D * compute + max(2 * 4 * scores / sizes.fsdp / sizes.tensor, feed_forward)
@@ -206,12 +209,24 @@ def _sampling(sizes: _Sizes, workload: Workload, lockstep: bool) -> dict[str, in
         "compute copy": sizes.compute_copy,
         "weights by layer": int(sizes.policy * compute * blocks),
         "key-value cache": int(cache),
-        "prompts' keys and values": int(tokens * (layers - 1) * token_kv),
+        "prompts' keys and values": int(tokens * (layers - 1) * sizes.token_kv),
         # The cache of a batch is made when the activations of its prompts are gone.
         "activations": int(max(prefill - cache, 0) if lockstep else prefill),
         "logits": int(3 * 4 * rows * sizes.vocabulary),
         "gathered weights": int(sizes.gathered_layer),
     }
+
+
+def _store(config: Config, sizes: _Sizes, workload: Workload, devices: int) -> dict[str, int]:
+    """Counts the bytes of what conversations keep without a slot. Raises ValueError where not one of them finds room."""
+    store = config.rollout.store * MiB
+    row = (workload.prompt + workload.response) * workload.model.num_hidden_layers * sizes.token_kv * devices
+    if 0 < store < row:
+        smallest = math.ceil(row / MiB)
+        raise ValueError(
+            f"rollout.store={config.rollout.store}: the smallest that holds a prompt and its response is {smallest}"
+        )
+    return {"conversations without a slot": store // devices} if store else {}
 
 
 def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]:

@@ -16,7 +16,7 @@ from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, Method, method_named
-from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, environment, role_names
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, converses, environment, role_names
 from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError
@@ -40,6 +40,7 @@ def check_together(config: Config) -> None:
     if config.log.keep_best and not config.evaluation.every:
         raise ConfigError(f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too")
     _check_environment(config, entry, rollout_backend)
+    _check_store(config)
     if config.warm_start == "cloning":
         _check_cloning(config, entry, rollout_backend)
     if entry.agent and not (config.policy.source or config.policy.tokenizer):
@@ -81,6 +82,12 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
             f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step "
             "one by one"
         )
+
+
+def _check_store(config: Config) -> None:
+    if config.rollout.store and not converses(config):
+        why = f"no prompt of env.name={config.env.name} goes on from an earlier one; leave it at 0"
+        raise ConfigError(f"rollout.store={config.rollout.store}: {why}")
 
 
 def _check_cloning(config: Config, entry: Environment, rollout_backend: Backend) -> None:

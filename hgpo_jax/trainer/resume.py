@@ -22,8 +22,10 @@ FREE_TO_CHANGE = (
     "mesh",
     "iterations",
     "rollout.decode_batch_size",
+    "rollout.store",
     "learner.microbatch_size",
     "env.workers",
+    "env.preload",
     "log.",
     "evaluation.",
 )

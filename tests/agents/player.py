@@ -31,6 +31,16 @@ def ask(text, **headers):
     return answer["choices"][0]["message"]["content"]
 
 
+def chat():
+    """Asks again and again, each time with all that was said."""
+    messages = []
+    for _ in range(3):
+        messages.append({"role": "user", "content": f"{NAME}, that is my name, and what is yours?"})
+        answer = post("/chat/completions", model="whatever", messages=messages)
+        messages.append(answer["choices"][0]["message"])
+    reward(1)
+
+
 def reward(reward, **body):
     return post(f"/sessions/{NAME}/reward", reward=reward, **body)
 
@@ -55,6 +65,8 @@ if __name__ == "__main__":
             ask("hello")
             Path(NAME).touch()
             time.sleep(600)
+        case "chats":
+            chat()
         case "leaves":
             ask("hello")
         case "pays":  # and crashes

@@ -33,6 +33,7 @@ FIELDS = [
     "rollout.group_size=2", "rollout.prompt_limit=128", "rollout.response_limit=9", "rollout.history_length=0",
     "env.num_held_out_tasks=10", f"env.command={sys.executable} {PLAYER}",
 ]  # fmt: skip
+PRELOAD = ["concurrent.futures", "urllib.request"]
 KEYS, DECODING = jax.random.split(jax.random.key(5), B), Decoding(temperature=0.9)
 
 
@@ -44,12 +45,16 @@ def runner_of(*fields) -> AgentRunner:
     return AgentRunner(configuration.load(None, [*FIELDS, *fields]), {SHARED: policy().config}, policy().tokenizer, mesh_of())
 
 
-def played(*command, tasks=TASKS, held_out=False, failed="zero", before=True):
+def played(*command, tasks=TASKS, held_out=False, failed="zero", before=True, preload=()):
     """before: whether an episode has come to a proper end before."""
     runner = runner_of()
     runner._excludes, runner._played = failed == "exclude", before
     runner._command, runner._time_limit = [sys.executable, *map(str, command)], 60.0
-    return runner.rollout({SHARED: policy().params}, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
+    runner._forks = agent_rollout.fork_server(runner._command, "", preload) if preload else None
+    try:
+        return runner.rollout({SHARED: policy().params}, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
+    finally:
+        runner.close()
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +83,10 @@ def test_what_a_policy_is_not_made_for_is_refused():
     runner_of("rollout.prompt_limit=503")
 
 
-def test_episodes_are_those_of_a_host_rollout(expected):
+@pytest.mark.parametrize("preload", [(), PRELOAD], ids=["anew", "forked"])
+def test_episodes_are_those_of_a_host_rollout(expected, preload):
     ours, report = expected
-    theirs, told = played(PLAYER)
+    theirs, told = played(PLAYER, preload=preload)
     assert_same(theirs, ours)
     assert ours.success.any() and ours.invalid.any() and len(set(ours.mask.sum(1).tolist())) > 1
     assert told.texts == report.texts
@@ -91,9 +97,10 @@ def test_episodes_are_those_of_a_host_rollout(expected):
     assert told.goals[4] == f"task {2**40} of train"
 
 
-def test_what_goes_wrong_costs_an_episode(expected, hurried):
+@pytest.mark.parametrize("preload", [(), PRELOAD], ids=["anew", "forked"])
+def test_what_goes_wrong_costs_an_episode(expected, hurried, preload):
     odd = ["10=crashes", "11=leaves", "12=idles", "13=hangs", "14=talks"]
-    e, report = played(PLAYER, *odd, tasks=[10, 11, 12, 13, 14, 2**40], held_out=True, failed="exclude")
+    e, report = played(PLAYER, *odd, tasks=[10, 11, 12, 13, 14, 2**40], held_out=True, failed="exclude", preload=preload)
     assert report.failures == {
         0: "its command ended with 1: it is broken", 1: "its command ended without a reward",
         2: "its command asked the policy nothing", 3: "its command neither asked nor ended in 60 s",
@@ -128,6 +135,16 @@ def test_who_is_asked_at_the_same_time_is_a_branch_with_the_same_samples():
         assert report.counts["branches"] == 3 and e.mask.all() and e.success.all() and (e.rewards.sum(1) == 1).all()
         answers.append([(said[0], set(said[1:])) for said in report.responses])
     assert answers[0] == answers[1] and all(len({first, *others}) == 3 for first, others in answers[0])
+
+
+@pytest.mark.slow
+def test_conversations_that_share_a_slot_are_read_once_with_a_store():
+    runner = runner_of("rollout.prompt_limit=448", "rollout.decode_batch_size=1", "env.workers=6", "rollout.store=1")
+    runner._command = [sys.executable, str(PLAYER), "3=chats"]
+    e, report = runner.rollout({SHARED: policy().params}, [3] * B, KEYS, GROUPS, DECODING)
+    lengths = e.prompt_lengths
+    assert runner._slots == 1 and e.mask.all() and lengths[:, 0].min() > 64
+    assert report.counts["reused_share"] >= lengths[:, :-1].sum() / lengths.sum()
 
 
 def test_tasks_to_train_on_and_held_out_ones():
@@ -182,6 +199,7 @@ def test_mistakes_are_one_line(tmp_path):
         ("warm_start=cloning", "warm_start=cloning: env.name=agent has no expert to clone"),
         ("env.template=plain", "env.template=plain: env.name=agent does not read it"),
         ("env.strict=true", "env.strict=True: env.name=agent does not read it"),
+        ("env.preload=[json,nowhere]", "env.preload=nowhere: cannot be imported: ModuleNotFoundError(\"No module"),
     ):
         with pytest.raises(ConfigError) as raised:
             build(configuration.load(None, [*FIELDS, f"policy.tokenizer={tmp_path / 'tokenizer'}", field]))

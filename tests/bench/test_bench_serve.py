@@ -1,5 +1,6 @@
 """`bench serve`: the same work is measured on both sides, and a speed is tokens over seconds."""
 
+import os
 import sys
 
 import pytest
@@ -23,7 +24,11 @@ def test_rows(bench, monkeypatch, tmp_path):
         return tokens
 
     monkeypatch.setattr(serving, "sample_directly", noted)
-    served, sampler, median, slowest, _ = bench("serve", "--policy", str(tmp_path), *SMALL, "--clients", "3")
+    cores, kept = sorted(os.sched_getaffinity(0)), []
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: kept.append(cores))  # the clients' process has its own
+    arguments = ["--policy", str(tmp_path), *SMALL, "--clients", "3", "--apart"]
+    served, sampler, busy, median, slowest, _ = bench("serve", *arguments)
+    assert kept == [cores[:-1]] and 0.3 < busy["ratio"] < 30
     assert served["name"].startswith("served, 3 clients, 2 slots")
     assert served["ratio"] == pytest.approx(served["value"] / sampler["value"])
     assert median["value"] <= slowest["value"]
@@ -38,5 +43,7 @@ def test_what_is_missing_is_said_before_anything_is_compiled(monkeypatch, refuse
         file.unlink()
     said = refused("serve", "--policy", str(tmp_path))
     assert said.startswith(f"error: --policy {tmp_path}: has no tokenizer with an end token; add ")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    assert refused("serve", "--apart") == "error: --apart: needs Linux and two cores; leave it out\n"
     monkeypatch.setitem(sys.modules, "openai", None)
     assert "needs the package openai; pip install 'hgpo_jax[serve,openai]'" in refused("serve")

@@ -226,6 +226,13 @@ def test_environments_in_this_process_cannot_step_while_others_wait():
         check_together(config)
 
 
+def test_a_store_is_for_prompts_that_go_on_from_earlier_ones():
+    fields = ["env.name=household_text", "warm_start=none", "rollout.store=64"]
+    check_together(load(None, [*fields, "env.template=conversation"]))
+    with pytest.raises(ConfigError, match=r"^rollout.store=64: no prompt of env.name=household_text goes on from an earlier"):
+        check_together(load(None, fields))
+
+
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_failed_episodes_are_empty_and_counted_and_the_run_goes_on(workers):
     actions = [*HARMLESS * 6, "raise alarm", "bytes", *["die"] * (workers > 0)]

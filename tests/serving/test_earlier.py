@@ -5,7 +5,7 @@ import re
 import pytest
 from tokenizers import AddedToken
 
-from hgpo_jax.serving.earlier_answers import prompt_ids
+from hgpo_jax.serving.earlier_answers import parent_of, prompt_ids
 from hgpo_jax.serving.requests import Conversation
 from hgpo_jax.serving.sessions import OpenSessions, Turn
 from hgpo_jax.serving.text import ServedText
@@ -72,6 +72,21 @@ def test_each_answer_keeps_its_own_ids():
         ids = prompt_ids(texts, Conversation([*HELLO, *said, *said]), "", turns)
         assert ids == texts.conversation([*HELLO, *said, *said], sampled={1: first, 3: second})
         assert len(ids) == len(prompt_ids(texts, Conversation([*HELLO, *said, *said]), "", [])) + len(ways[0]) - len(ways[1])
+
+
+def test_a_thought_that_the_prompt_has_begun_keeps_its_ids():
+    """Where the template shows earlier thoughts; the client sends back what it was told."""
+    tokenizer = calling_tokenizer("hermes")
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
+    texts = ServedText(tokenizer)
+    ids, opened = texts.tags(f"Hm.</think>{MARKED}"), texts.opened_thought(None)
+    turn = Turn([], "", ids, [], texts.decode(ids), beginning=opened, messages=HELLO)
+    said = {"role": "assistant", "content": f"<think>\nHm.</think>{MARKED}"}
+    conversation = Conversation([*HELLO, said, {"role": "user", "content": "And?"}], [])
+    assert parent_of(texts, conversation, [turn], "") == 0
+    first = texts.conversation(HELLO) + ids
+    assert prompt_ids(texts, conversation, "", [turn])[: len(first)] == first
+    assert prompt_ids(texts, conversation, "", [])[: len(first)] != first
 
 
 JSON, XML = '{"name": "look", "%s": {"at": "a  b"}}', "\n<parameter=at>\na  b\n</parameter>\n</function>\n</tool_call>"

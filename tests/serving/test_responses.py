@@ -1,5 +1,7 @@
 """What the official client gets of OpenAI's responses, whole and streamed."""
 
+import dataclasses
+import itertools
 import json
 
 import openai
@@ -76,6 +78,39 @@ def test_calls_reach_the_client(stage, said, text, num_calls):
         assert len(response.output) == num_calls + bool(text or not num_calls)
     assert kinds.count("response.output_item.added") == kinds.count("response.output_item.done") == len(whole.output)
     assert kinds.count("response.function_call_arguments.done") == num_calls
+
+
+@pytest.mark.parametrize("said", [CALLED, "Déjà vu, and more of it.", ""])
+def test_log_probabilities_are_those_of_chat_completions(stage, said):
+    stage.answer, client, include = said, stage.client, ["message.output_text.logprobs", "other"]
+    submit = stage.engine.submit
+    stage.engine.submit = lambda all_: submit([dataclasses.replace(one, tell=numbered(one.tell)) for one in all_])
+    asked = {"model": "tiny", "input": HELLO, "tools": [LOOK], "include": include}
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    chat = client.chat.completions.create(model="tiny", messages=HELLO, tools=[tool], logprobs=True)
+    wanted = [one.model_dump() | {"bytes": one.bytes or []} for one in chat.choices[0].logprobs.content]
+    assert [one["logprob"] for one in wanted] == [-float(at) for at in range(len(wanted))] and len(wanted) > 0
+    raw = client.responses.with_raw_response.create(**asked)
+    deltas, done = [], []
+    with client.responses.create(**asked, stream=True) as stream:
+        for event in stream:
+            deltas += [one.to_dict() for one in event.logprobs] if event.type == "response.output_text.delta" else []
+            done += [one.to_dict() for one in event.logprobs] if event.type == "response.output_text.done" else []
+    last = event.response
+    for response in (raw.parse(), last):
+        assert [one.model_dump() for one in response.output[0].content[0].logprobs] == wanted
+    assert done == wanted and deltas == wanted[: len(deltas)] and bool(deltas) == bool(said)
+    assert raw.headers["X-Ignored"] == "include, tools.strict"
+    without = client.responses.create(**asked | {"include": ["other"]})
+    assert without.output[0].content[0].logprobs == []
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: "):
+        client.responses.create(**asked, top_logprobs=3)
+
+
+def numbered(tell):
+    """Tells an answer's tokens with log-probabilities that count them."""
+    counted = itertools.count()
+    return lambda told: tell(told._replace(logp=[-float(next(counted)) for _ in told.tokens]))
 
 
 def test_a_conversation_goes_on_with_the_answers_items(stage):

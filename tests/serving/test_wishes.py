@@ -163,6 +163,20 @@ def test_no_call_begins_in_a_thought(scripted, wish, tail, said, called):
     assert bool(choice.message.tool_calls) == called and engine.prompts[0].endswith(f"assistant\n{tail}")
 
 
+@pytest.mark.parametrize("scripted", [THINKS], indirect=True)
+@pytest.mark.parametrize(("wish", "said", "content"), [
+    ({}, "Hm.</think>Go.", "<think>\nHm.</think>Go."), ({}, "Hm.", "<think>\nHm."), ({}, "", "<think>\n"),
+    ({"tools": [GO]}, 'Hm.</think><tool_call>{"name": "go"}</tool_call>', "<think>\nHm.</think>"),
+    ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "Go.", "Go."),
+])  # fmt: skip
+def test_a_thought_that_the_prompt_has_begun_is_in_the_message(scripted, wish, said, content):
+    create, _, says = scripted
+    says[0] = said
+    (choice,) = create(model="tiny", messages=HELLO, **wish).choices
+    deltas = [chunk.choices[0].delta.content or "" for chunk in create(model="tiny", messages=HELLO, stream=True, **wish)]
+    assert (choice.message.content or "") == "".join(deltas) == content
+
+
 @pytest.mark.needs("data")
 def test_a_call_is_begun_with_the_models_own_tokens():
     tokenizer = qwen_tokenizer()

@@ -1,5 +1,6 @@
 """The memory plan against XLA's own analysis of the compiled programs, on small models."""
 
+import dataclasses
 import re
 
 import jax
@@ -12,6 +13,8 @@ from hgpo_jax.policy import ModelConfig, shapes
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup import job, memory
 from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.byte_policy import byte_policy
+from tests.helpers.serving import engine_of
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -74,6 +77,18 @@ def test_what_is_offloaded_is_there_in_the_update_only():
         assert moved == sum(here["always"].get(name, 0) for name in ("optimizer", "reference policy", "critic"))
         assert sums(off)["update"] == sums(here)["update"] + moved
         assert ("critic" in here["always"]) == (method == "ppo")
+
+
+def test_a_store_has_its_bytes_and_holds_a_prompt_and_its_response():
+    fields = ["env.name=agent", "env.command=true", "policy.tokenizer=any", "rollout.prompt_limit=200", "mesh=data=1"]
+    policy, mesh = byte_policy(), make_mesh("data=1", jax.devices()[:1])
+    workload = memory.Workload(policy.config, 200, 48, steps=64, decode_batch=4)
+    smallest = -(-engine_of(policy).smallest_store // 2**20)
+    none, some = (memory.bytes_by_phase(load(None, [*fields, f"rollout.store={n}"]), mesh, workload) for n in (0, smallest))
+    assert sum(some["sampling"].values()) - sum(none["sampling"].values()) == smallest * 2**20
+    large = dataclasses.replace(workload, prompt=2**20)
+    with pytest.raises(ValueError, match=r"^rollout.store=1: the smallest that holds a prompt and its response is 257$"):
+        memory.bytes_by_phase(load(None, [*fields, "rollout.store=1"]), mesh, large)
 
 
 def test_the_command_prints_the_plan_and_refuses_what_does_not_fit(monkeypatch, capsys):

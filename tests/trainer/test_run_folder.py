@@ -198,7 +198,7 @@ def test_what_a_role_has_of_its_own_is_compared_field_by_field(tmp_path):
 
 
 # Written down again: a field that slips into the product's list would let a resumed run learn something else, unsaid.
-CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers"}
+CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers", "env.preload", "rollout.store"}
 
 
 def test_every_field_is_compared_but_for_those_that_change_nothing_that_is_learned(tmp_path):
