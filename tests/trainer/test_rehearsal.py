@@ -69,10 +69,10 @@ def test_stages_share_what_they_compile(tmp_path, monkeypatch):
     (tmp_path / "hgpo_jax.py").write_text("import os\nprint(os.environ['JAX_COMPILATION_CACHE_DIR'])")
     monkeypatch.chdir(tmp_path)  # where `python -m hgpo_jax` is this program
     monkeypatch.setenv("PYTHONPATH", "")
-    for given, used in (("", tmp_path / "compiled"), (str(tmp_path / "own"), tmp_path / "own")):
+    for own, used in (("", tmp_path / "compiled"), (str(tmp_path / "own"), tmp_path / "own")):
         monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-        if given:
-            monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", given)
+        if own:
+            monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", own)
         rehearsal._run("report", ["report", "R"], 2, tmp_path)
         assert (tmp_path / "report.log").read_text().strip() == str(used)
 
