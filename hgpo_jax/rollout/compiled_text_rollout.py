@@ -129,8 +129,11 @@ class CompiledTextRollout:
             decode_batch_size=settings.decode_batch_size,
         )
         play = on_shards(TextProgram.play_text, program, text, mesh)
-        replicated = NamedSharding(mesh, P())
-        self.program = jax.jit(lambda tables, *inputs: jax.lax.with_sharding_constraint(play(tables, *inputs), replicated))
+
+        def rollout(tables, *inputs):
+            return jax.lax.with_sharding_constraint(play(tables, *inputs), NamedSharding(mesh, P()))
+
+        self.program = jax.jit(rollout)
 
     def of_games(self, games: np.ndarray, host: HostRollout | None) -> CompiledTextRollout:
         """Returns the same rollout over other games, such as held-out ones; compiled programs are shared."""

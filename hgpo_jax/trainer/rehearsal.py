@@ -235,8 +235,13 @@ def smaller_model(model: ModelConfig, axes: dict[str, int], words: int) -> Model
 def _run(title: str, command: list[str], devices: int, folder: Path) -> float:
     """Runs one of our commands on simulated devices; returns its seconds. Raises RunError."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
-    # A program that runs a few times on small arrays is not worth optimizing.
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip(), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),  # which stages share
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.05",
+        # A program that runs a few times on small arrays is not worth optimizing.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    }
+    environment = compiled | os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
     began, log = time.monotonic(), folder / f"{title.split()[0]}.log"
 
     def output() -> list[str]:

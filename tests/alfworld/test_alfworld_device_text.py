@@ -27,6 +27,7 @@ from hgpo_jax.sampling import generate
 from hgpo_jax.sampling import slots as slot_state
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.sampling.slots import MAX_STEPS, Sampled
+from hgpo_jax.utils.heartbeat import PROGRAMS
 
 R, K = 192, 2
 ODD = [  # what is no command, but can be reproduced
@@ -224,6 +225,7 @@ def test_host_and_device_sample_the_same_episodes(monkeypatch):
     host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, {SHARED: network(model)}, mesh, settings)
     env, games = CompiledAlfworld(compile_games(GAMES), turns), np.arange(len(GAMES))
     device = CompiledTextRollout(env, games, chat, tokenizer, {SHARED: network(model)}, mesh, settings, host)
+    assert PROGRAMS[device.program.__name__] == "the rollout"
     given = {SHARED: params}, groups, jax.random.split(jax.random.key(1), B), groups, Decoding()
     (ours, report), (theirs, other) = device(*given), host(*given)
     for name, value in theirs.arrays().items():

@@ -65,6 +65,18 @@ def test_a_stage_that_fails_is_named(end, told, tmp_path, monkeypatch, capfd):
     assert "compiling the update" in capfd.readouterr().err
 
 
+def test_stages_share_what_they_compile(tmp_path, monkeypatch):
+    (tmp_path / "hgpo_jax.py").write_text("import os\nprint(os.environ['JAX_COMPILATION_CACHE_DIR'])")
+    monkeypatch.chdir(tmp_path)  # where `python -m hgpo_jax` is this program
+    monkeypatch.setenv("PYTHONPATH", "")
+    for own, used in (("", tmp_path / "compiled"), (str(tmp_path / "own"), tmp_path / "own")):
+        monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+        if own:
+            monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", own)
+        rehearsal._run("report", ["report", "R"], 2, tmp_path)
+        assert (tmp_path / "report.log").read_text().strip() == str(used)
+
+
 def test_what_nothing_reads_stays():
     household = rehearsal.smaller(load("household"), rehearsal._axes("data=2"))["rollout"]
     assert (household["prompt_limit"], household["response_limit"]) == (4096, 512)
