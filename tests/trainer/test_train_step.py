@@ -253,7 +253,7 @@ def test_a_signal_that_is_no_number_stops_the_update_and_is_named(episodes):
     state, metrics, before = learn(e, "method=beacon")
     assert metrics["nonfinite_steps"] == 1
     jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
-    assert "signals[0, 1, 0] is nan" in estimator_fault(load(None, [*SETTINGS, "method=beacon"]), e)
+    assert "signals[0, 1, 0] is nan" in estimator_fault(load(None, [*SETTINGS, "method=beacon"]), e)[0]
 
 
 def test_what_is_said_of_each_role(episodes):
