@@ -16,7 +16,6 @@ from hgpo_jax.analysis.earlier_policies import restore
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.config import Config
 from hgpo_jax.credit.gradients import projections
-from hgpo_jax.credit.gradients import projections
 from hgpo_jax.credit.snapshot import FORMAT, KINDS, About, Snapshot, load
 from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, method_named
 from hgpo_jax.rollout.environments import backend, role_names
