@@ -28,7 +28,7 @@ def projections(job: Job, params, reference, e: Episodes, key: jax.Array, direct
     leaves, tree = jax.tree.flatten(params[SHARED])
     keys = jax.random.split(key, len(leaves))
     drawn = [jax.random.normal(k, (directions, *leaf.shape)) for k, leaf in zip(keys, leaves, strict=True)]
-    found = step_gradients(job, params, reference, e, tree.unflatten(drawn))
+    found = step_gradients(job, params, reference, e, jax.tree.unflatten(tree, drawn))
     size = np.sqrt(np.mean(found[np.asarray(e.mask)] ** 2))
     return (found / (size if size > 0 else 1)).astype(np.float16)
 
