@@ -33,11 +33,14 @@ from hgpo_jax.advantages.filters import filtered
 from hgpo_jax.advantages.g2rpo import g2rpo
 from hgpo_jax.advantages.gae import gae
 from hgpo_jax.advantages.gagpo import gagpo
+from hgpo_jax.advantages.gbpo import gbpo
 from hgpo_jax.advantages.gdpo import gdpo
 from hgpo_jax.advantages.gigpo import gigpo
 from hgpo_jax.advantages.graphgpo import graphgpo
 from hgpo_jax.advantages.grouping import state_ids
 from hgpo_jax.advantages.grpo import grpo
+from hgpo_jax.advantages.hapo import hapo
+from hgpo_jax.advantages.hbpo import hbpo
 from hgpo_jax.advantages.hgpo import hgpo
 from hgpo_jax.advantages.himac import himac
 from hgpo_jax.advantages.hiper import hiper
@@ -73,10 +76,13 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "g2rpo": g2rpo,
     "gae": gae,
     "gagpo": gagpo,
+    "gbpo": gbpo,
     "gdpo": gdpo,
     "gigpo": gigpo,
     "graphgpo": graphgpo,
     "grpo": grpo,
+    "hapo": hapo,
+    "hbpo": hbpo,
     "hgpo": hgpo,
     "himac": himac,
     "hiper": hiper,

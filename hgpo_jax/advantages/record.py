@@ -38,6 +38,7 @@ class Batch(NamedTuple):
         "level_weights",
         "part_advantages",
         "part_returns",
+        "margins",
         "keep",
         "stats",
     ],
@@ -58,6 +59,8 @@ class Estimate:
     part_advantages:  f32[B, T, 3], of the switch, subgoal and action parts of an answer, 0 where a step has none; None for
                       estimators that give a whole answer one advantage.
     part_returns:     f32[B, T, 3], the targets of these parts' values.
+    margins:          f32[B, T], how far a step's score is above the middle of its group, for losses that ask for it; None:
+                      as far as its advantage says.
     keep:             bool[B, T], the steps to learn from; the others leave the update's sums and its counts. None: all.
     stats:            scalars or short vectors, by name.
     levels:           the level k of each of the L columns; -1 is the prompt group.
@@ -70,6 +73,7 @@ class Estimate:
     level_weights: jax.Array | None = None
     part_advantages: jax.Array | None = None
     part_returns: jax.Array | None = None
+    margins: jax.Array | None = None
     keep: jax.Array | None = None
     stats: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     levels: tuple[int, ...] = ()

@@ -29,10 +29,13 @@ METHODS = (
     "ecpo",
     "g2rpo",
     "gagpo",
+    "gbpo",
     "gdpo",
     "gigpo",
     "graphgpo",
     "grpo",
+    "hapo",
+    "hbpo",
     "hgpo",
     "himac",
     "pgpo",
@@ -45,7 +48,7 @@ METHODS = (
     "kpo",
     "ppo",
 )
-LOSSES = ("clip", "egpo", "fiber", "gspo", "hicra", "kpo")
+LOSSES = ("clip", "egpo", "fiber", "gbpo", "gspo", "hapo", "hicra", "kpo")
 # The built-in environments with several roles, and those roles.
 ROLES = {
     "household_team": ("searcher", "carrier"),

@@ -70,7 +70,9 @@ class LearnerConfig(OptimizerConfig):
     final_lr: Share = field(0.1, "share of the learning rate left at the last iteration, the critic's too; it falls linearly")
     minibatch_size: Positive = field(1024, "environment steps per optimizer step, over all devices")
     microbatch_size: Positive = field(
-        32, "sequences (one step each, or several packed) on each device at a time; changes speed and memory, not results"
+        32,
+        "sequences (one step each, or several packed) on each device at a time; changes speed and memory, not results, but "
+        "those of the loss hapo",
     )
     remat: Literal["none", "dots", "full"] = field(
         "none",

@@ -59,6 +59,8 @@ def parser(command: str) -> Parser:
     two = functools.partial(whole_number, low=2)
     p.add_argument("--batches", type=two, default=4, metavar="N", help="batches of a snapshot; default 4")
     p.add_argument("--continuations", type=two, default=16, metavar="N", help="from each state; default 16")
+    any_number = functools.partial(whole_number, low=0)
+    p.add_argument("--directions", type=any_number, default=128, metavar="N", help="of gradients, 0 for none; default 128")
     return p
 
 
@@ -76,7 +78,7 @@ def take(args) -> None:
         setting = args.setting or config.name
         for level in args.levels:
             file = folder / f"{file_name(setting, config.seed)}-{level * 100:.0f}.npz"
-            sizes = {"groups": args.groups, "batches": args.batches, "continuations": args.continuations}
+            sizes = {name: getattr(args, name) for name in ("groups", "batches", "continuations", "directions")}
             make.make(run, file, setting, level, **sizes)
     card.write(folder)
     say(f"{folder / card.FILE}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -14,13 +15,15 @@ from hgpo_jax.analysis.dumps import read_config
 from hgpo_jax.analysis.earlier_policies import restore
 from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.config import Config
-from hgpo_jax.credit.snapshot import FORMAT, KINDS, OPTIONAL_KINDS, About, Snapshot, load
+from hgpo_jax.credit.gradients import projections
+from hgpo_jax.credit.snapshot import FORMAT, KINDS, About, Snapshot, load
 from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, method_named
 from hgpo_jax.rollout.environments import backend, role_names
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import MAX_TRIES, Job, build
 from hgpo_jax.setup.memory import configs_by_policy
 from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.trainer.provenance import outside_code
 from hgpo_jax.trainer.resume import FREE_TO_CHANGE
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
@@ -55,7 +58,9 @@ def nearest(folder: Path, level: float) -> int:
     return iteration
 
 
-def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batches: int, continuations: int) -> None:
+def make(
+    run: Path, file: Path, setting: str, level: float, *, groups: int, batches: int, continuations: int, directions: int
+) -> None:
     """Writes a snapshot of a run, unless the same one is there already. Raises ConfigError."""
     config = read_config(run)
     refuse(config, run)
@@ -70,7 +75,12 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
     job, reference, state = restore(run, iteration)
     rollout = config.rollout.model_copy(update={"prompt_groups": groups})
     wide = build(config.model_copy(update={"rollout": rollout}), job.mesh)
-    arrays = sample(wide, job.rollout_params(state.params, reference), numbers, continuations)
+    params = job.rollout_params(state.params, reference)
+
+    def gradients(e: Episodes, number: int) -> np.ndarray:
+        return projections(wide, state.params, reference, e, jax.random.key(number), directions)
+
+    arrays = sample(wide, params, numbers, continuations, gradients if directions else None)
     about = About(
         **plan,
         format=FORMAT,
@@ -83,6 +93,7 @@ def make(run: Path, file: Path, setting: str, level: float, *, groups: int, batc
         history_length=config.rollout.history_length,
         parameters=sum(a.size for a in jax.tree.leaves(reference)),
         signals=list(wide.signals),
+        gradient_seeds=tuple(numbers) if directions else (),
         versions={name: version(name) for name in ("hgpo_jax", "jax", "numpy")},
         fields=learned_with(config),
     )
@@ -111,13 +122,18 @@ def refuse_another(file: Path, plan: dict) -> None:
 
 
 def digest(config: Config) -> str:
-    """Returns a digest of the fields that affect learning; equal ones and an equal seed make the same run."""
+    """Returns a digest of the fields that affect learning, and of the user's code that they name, as it is now.
+
+    Equal ones and an equal seed make the same run. It does not cover what that code imports, nor this library.
+    """
     excluded: dict = {"name": True}
     for name in FREE_TO_CHANGE:
         section, _, field = name.partition(".")
         excluded[section] = excluded.get(section, set()) | {field} if field else True
     fields = config.model_dump(mode="json", exclude_defaults=True, exclude=excluded)
     fields = {name: value for name, value in fields.items() if value != {}}  # a section without the others
+    if code := {name: (about["sha256"], about["version"]) for name, about in outside_code(config).items()}:
+        fields["code"] = code
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -151,17 +167,23 @@ def without_folders(value):
     return value.rstrip("/").rpartition("/")[2] if isinstance(value, str) else value
 
 
-def sample(job: Job, params, numbers: range, continuations: int) -> dict[str, np.ndarray]:
-    """Plays the same tasks in every batch, and returns the arrays of a snapshot. numbers: `batch_numbers`."""
+def sample(
+    job: Job, params, numbers: range, continuations: int, gradients: Callable[[Episodes, int], np.ndarray] | None
+) -> dict[str, np.ndarray]:
+    """Plays the same tasks in every batch, and returns the arrays of a snapshot.
+
+    numbers: `batch_numbers`. gradients: `projections` of a batch with its number; None to leave them out.
+    """
     tasks, parts = job.episode_inputs(numbers.start)[0], []
     ids: dict[bytes, int] = {}
     for batch, number in enumerate(numbers):
         _, *inputs = job.episode_inputs(number)
         e: Episodes = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
         truth = true_advantages(job, params, tasks, e, continuations=continuations, seed=number)
-        arrays = {name: getattr(e, AVAILABLE_ARRAYS.get(name, name), None) for name in KINDS | OPTIONAL_KINDS}
+        arrays = {name: getattr(e, AVAILABLE_ARRAYS.get(name, name), None) for name in KINDS | {"signals": ()}}
         arrays |= {"true_advantages": truth.advantages, "standard_error": truth.standard_error, "true_values": truth.values}
         arrays["situations"] = situations(job, tasks, e, ids)
+        arrays["gradients"] = gradients(e, number) if gradients else None
         arrays["batch"] = np.full(len(e.mask), batch, np.int32)
         arrays["groups"] = e.groups + batch * job.config.rollout.prompt_groups
         parts.append({name: compact(a) for name, a in arrays.items() if a is not None})

@@ -20,10 +20,10 @@ CLEAR = 2.0  # standard errors from 0, from which on the sign of a true advantag
 def score(advantages: np.ndarray, snapshot: Snapshot) -> dict[str, float]:
     """Scores advantages f[B, T] of all batches.
 
-    cosine: to the true advantages, over all steps. scale: c. sign: share of the steps with a clear true advantage whose sign is
-    right; an advantage of 0 counts half. bias2, variance: over the steps whose situation recurs in another batch; both are nan
-    for a cosine of 0 or less, and where the true advantages of these steps are below their noise. recurs: the share of these
-    steps.
+    cosine: to the true advantages, over all steps. gradient: `gradient_cosine`. scale: c. sign: share of the steps with a clear
+    true advantage whose sign is right; an advantage of 0 counts half. bias2, variance: over the steps whose situation recurs in
+    another batch; both are nan for a cosine of 0 or less, and where the true advantages of these steps are below their noise.
+    recurs: the share of these steps.
     """
     mask = snapshot["mask"]
     estimated, true, noise = (
@@ -42,12 +42,45 @@ def score(advantages: np.ndarray, snapshot: Snapshot) -> dict[str, float]:
     mse = np.mean((error**2 - noise**2)[recurs]) if recurs.any() else np.nan
     return {
         "cosine": against["cosine"],
+        "gradient": gradient_cosine(advantages, snapshot),
         "bias2": float(bias2 / spread),
         "variance": float((mse - bias2) / spread),
         "sign": float(agrees[clear].mean()) if clear.any() else np.nan,
         "scale": scale,
         "recurs": float(recurs.mean()),
     }
+
+
+def gradient_cosine(advantages: np.ndarray, snapshot: Snapshot) -> float:
+    """Returns the cosine of a batch's policy gradients sum A grad log pi with these advantages f[B, T] and with the true ones.
+
+    Products and squares are means over the batches, in the directions that the snapshot keeps; nan without those, or where the
+    true gradients are below their noise. The noise of a state's value is in the advantages before and after it.
+    """
+    if "gradients" not in snapshot.arrays:
+        return np.nan
+    mask, gamma, products = snapshot["mask"], snapshot.about.gamma, []
+    variances = value_variances(snapshot["standard_error"], gamma)
+    for rows in snapshot.batches():
+        steps = np.where(mask[rows][..., None], snapshot["gradients"][rows].astype(np.float64), 0.0)
+        ours, true = (np.einsum("bt,btd->d", a[rows], steps) for a in (advantages, snapshot["true_advantages"]))
+        of_values = gamma * np.pad(steps[:, :-1], ((0, 0), (1, 0), (0, 0))) - steps
+        noise = np.einsum("bt,btd,btd->", variances[rows], of_values, of_values)
+        products.append((ours @ true, ours @ ours, true @ true - noise))
+    product, square, true_square = np.mean(products, axis=0)
+    return float(product / np.sqrt(square * true_square)) if min(square, true_square) > 0 else np.nan
+
+
+def value_variances(standard_error: np.ndarray, gamma: float) -> np.ndarray:
+    """Returns the variance f64[B, T] of the value before each step, from the standard errors f[B, T] of its advantages.
+
+    An advantage's is that value's plus gamma^2 times the next one's; nothing follows an episode's end.
+    """
+    squares = np.asarray(standard_error, np.float64) ** 2
+    variances, later = np.zeros_like(squares), np.zeros(len(squares))
+    for t in reversed(range(squares.shape[1])):
+        later = variances[:, t] = np.maximum(squares[:, t] - gamma**2 * later, 0.0)
+    return variances
 
 
 def shared_square(values: np.ndarray, situation: np.ndarray, batch: np.ndarray) -> tuple[float, np.ndarray]:

@@ -19,7 +19,7 @@ from hgpo_jax.utils.files import atomic_write
 
 FORMAT = 1
 
-# Array: kind of dtype, dimensions; B episodes of all batches, at most T steps each, S signals.
+# Array: kind of dtype, dimensions; B episodes of all batches, at most T steps each, S signals, D directions of gradients.
 KINDS = {
     "rewards": ("f", "BT"),
     "mask": ("b", "BT"),  # steps that happened, a prefix of every row
@@ -38,7 +38,10 @@ KINDS = {
     "standard_error": ("f", "BT"),  # of each of them
     "true_values": ("f", "BT"),  # V of the state before the step
 }
-OPTIONAL_KINDS = {"signals": ("f", "BTS")}
+OPTIONAL_KINDS = {
+    "signals": ("f", "BTS"),
+    "gradients": ("f", "BTD"),  # of the log-probability of the step's response, in directions of each batch, up to a factor
+}
 
 
 class About(Section):
@@ -46,7 +49,8 @@ class About(Section):
 
     run: a digest of what the policy learned with. setting: the name that snapshots are pooled under. level: the success that
     was asked for; success: that of the episodes. prompt_groups: of a batch. iteration: of the run that trained the policy.
-    parameters: of the policy. signals: their names. fields: those of the run that are not at their defaults.
+    parameters: of the policy. signals: their names. gradient_seeds: of each batch's directions, as in `jax.random.key`. fields:
+    those of the run that are not at their defaults.
     """
 
     format: int
@@ -65,6 +69,7 @@ class About(Section):
     continuations: int
     parameters: int
     signals: list[str]
+    gradient_seeds: tuple[int, ...] = ()
     versions: dict[str, str]
     fields: dict[str, Any]
 

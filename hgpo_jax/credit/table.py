@@ -20,10 +20,10 @@ from hgpo_jax.utils.files import atomic_write
 from hgpo_jax.utils.markdown_table import table
 from hgpo_jax.utils.progress import say
 
-NOTE = """Means over snapshots. Cosine: to the true advantages; its difference to {reference}'s is paired by snapshot (95 % \
-interval by Student's t; bold where that leaves out 0, else not decided). Squared bias and variance: after the best scale, as \
-shares of the true advantages' mean square. Sign: the share of right ones where the true advantage is clear. No penalties. \
-A dash: not defined."""
+NOTE = """Means over snapshots. Cosine: to the true advantages; gradient: of the policy gradients with these and with true \
+ones. Their differences to {reference}'s are paired by snapshot (95 % interval by Student's t; bold where that leaves out 0, \
+else not decided). Squared bias and variance: after the best scale, as shares of the true advantages' mean square. Sign: the \
+share of right ones where the true advantage is clear. No penalties. A dash: not defined."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,12 +91,19 @@ def markdown(standing: Standing) -> str:
         by_level = {level: [n for n in names if standing.snapshots[n].about.level == level] for level in levels}
         successes = [f"{np.mean([one.success for one in about if one.level == level]):.0%}" for level in levels]
         recurs = standing.mean(standing.reference, "recurs", names)
-        heading = ["estimator", "cosine", f"minus {standing.reference}", "bias²", "variance", "sign"]
+        minus = f"minus {standing.reference}"
+        heading = ["estimator", "cosine", minus, "gradient", minus, "bias²", "variance", "sign"]
         lines = []
         cosines = {contender: standing.mean(contender, "cosine", names) for contender in standing.scores}
         for contender in sorted(cosines, key=lambda c: (math.isnan(cosines[c]), -cosines[c])):
-            line = [two_places(standing.mean(contender, number, names)) for number in ("cosine", "bias2", "variance", "sign")]
-            line.insert(1, describe(standing.difference(contender, "cosine", names)) if contender != standing.reference else "")
+            line = []
+            for number in ("cosine", "gradient"):
+                difference = describe(standing.difference(contender, number, names))
+                line += [
+                    two_places(standing.mean(contender, number, names)),
+                    difference if contender != standing.reference else "",
+                ]
+            line += [two_places(standing.mean(contender, number, names)) for number in ("bias2", "variance", "sign")]
             at_levels = [two_places(standing.mean(contender, "cosine", by_level[level])) for level in levels]
             lines.append([contender, *line, *at_levels])
         count = f"{len(names)} snapshot{'s' * (len(names) > 1)}"

@@ -23,6 +23,8 @@ from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs import user_code
 from hgpo_jax.learner import losses
 from hgpo_jax.learner.fiber import fiber_loss
+from hgpo_jax.learner.gbpo import gbpo_loss
+from hgpo_jax.learner.hapo import hapo_loss
 from hgpo_jax.learner.methods import Method
 from hgpo_jax.learner.planning import egpo_loss, hicra_loss
 from hgpo_jax.utils.errors import ConfigError, one_line
@@ -34,25 +36,31 @@ LOSSES: dict[str, PolicyLoss] = {
     "clip": losses.policy_loss,
     "egpo": egpo_loss,
     "fiber": fiber_loss,
+    "gbpo": gbpo_loss,
     "gspo": losses.gspo_loss,
+    "hapo": hapo_loss,
     "hicra": hicra_loss,
     "kpo": losses.kpo_loss,
 }
 # Losses for which a response has one advantage and one importance weight.
 WHOLE_RESPONSES = ("gspo",)
-# The policy's entropy at each token, f32[N, R]; tokens in the parts of an answer before its action, bool[N, R].
-ARRAYS = ("entropy", "planning")
+# The policy's entropy at each token, f32[N, R]; tokens in the parts of an answer before its action, bool[N, R]; the margins of
+# an `Estimate`, or else the advantages, in their shape.
+ARRAYS = ("entropy", "planning", "margins")
 FIELDS = ("clip_low", "clip_high", "aggregate")  # options that are fields of `LearnerConfig`
 FORM = "write it as loss(logp, old_logp, advantages, mask, *, options) -> (loss, stats)"
 _NOT_NEGATIVE = (lambda x: 0 <= x < math.inf, "a number of 0 or more")
 # Options of our losses: which numbers are accepted, and which to give instead. A dual_clip of at most 1 would silently stop
 # learning from bad actions.
 OPTIONS: dict[str, tuple[Callable[[float], bool], str]] = {
+    "advantage_slope": _NOT_NEGATIVE,
     "bonus": _NOT_NEGATIVE,
     "budget_down": _NOT_NEGATIVE,
     "budget_up": _NOT_NEGATIVE,
+    "clip_slope": _NOT_NEGATIVE,
     "dual_clip": (lambda x: x > 1, "a number above 1, or none"),
     "process_noise": _NOT_NEGATIVE,
+    "softness": (lambda x: 1e-30 <= x < math.inf, "a number of 1e-30 or more"),
     "strength": _NOT_NEGATIVE,
     "token_clip": _NOT_NEGATIVE,
 }
@@ -112,8 +120,8 @@ def options(config: LearnerConfig, method: Method) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"learner.loss_options.{error}") from None
     for option, value in chosen.items() if name in LOSSES else ():
-        accepts, mend = OPTIONS[option]
-        if value is not None and not accepts(value):
+        accepts, mend = OPTIONS.get(option, (None, ""))
+        if accepts and value is not None and not accepts(value):
             raise ConfigError(f"learner.loss_options.{option}={value}: loss {name} cannot learn with it; give {mend}")
     return values | chosen
 
@@ -138,7 +146,8 @@ def check_loss(config: LearnerConfig, method: Method) -> None:
         return
     for by_token in (False, True):
         try:
-            result = jax.eval_shape(loss, *_small_batch(by_token), entropy=_ENTROPY, planning=_PLANNING)
+            batch = _small_batch(by_token)
+            result = jax.eval_shape(loss, *batch, entropy=_ENTROPY, planning=_PLANNING, margins=batch[2])
         except Exception as error:  # any error of the user's code
             shape = "[4, 3]" if by_token else "[4]"
             why = untraceable(loss_named(name), error)
@@ -163,7 +172,7 @@ def check_loss_numbers(config: LearnerConfig, method: Method) -> None:
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def numerator(logp: jax.Array, entropy: jax.Array) -> tuple[jax.Array, losses.Stats]:
-        _, stats = loss(logp, *others, entropy=entropy, planning=_PLANNING)
+        _, stats = loss(logp, *others, entropy=entropy, planning=_PLANNING, margins=others[1])
         return stats["loss"][0], stats
 
     mask = others[-1]

@@ -278,11 +278,14 @@ def clipped_surrogate(
     log_ratio: jax.Array,
     advantages: jax.Array,
     mask: jax.Array,
-    clip_low: float,
-    clip_high: float,
+    clip_low: jax.Array | float,
+    clip_high: jax.Array | float,
     dual_clip: float | None,
 ) -> tuple[jax.Array, Stats]:
-    """Computes the clipped loss f32[N, R] of each token and its statistics; `log_ratio` is 0 outside the mask."""
+    """Computes the clipped loss f32[N, R] of each token and its statistics; `log_ratio` is 0 outside the mask.
+
+    clip_low, clip_high: for all tokens, or f32[N, R].
+    """
     if advantages.ndim == log_ratio.ndim - 1:
         advantages = advantages[:, None]
     advantages = jnp.where(mask, advantages, 0.0)

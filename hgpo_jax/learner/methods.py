@@ -55,7 +55,7 @@ AVAILABLE_ARRAYS = {
     "task": "task",  # the task's type
 }
 
-FIRST_SIGNAL = {"beacon": "milestones"}  # what an estimator takes the first signal for, by its name
+FIRST_SIGNAL = {"beacon": "milestones", "hbpo": "budget"}  # what an estimator takes the first signal for, by its name
 
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() >= set(parameters(name)[0])} | {
     "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
@@ -63,7 +63,9 @@ METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() 
     **{name: Method(name, normalize="mean_std") for name in ("adora", "dr_mas", "ecpo", "graphgpo", "pgpo")},
     # One length-normalised ratio for each action, clipped like PPO's.
     "gagpo": Method("gagpo", normalize="mean_std", loss="gspo", clip_low=0.2, clip_high=0.2),
+    "gbpo": Method("gbpo", loss="gbpo"),
     "gspo": Method("grpo", loss="gspo"),  # Zheng et al., 2025, arXiv 2507.18071
+    "hapo": Method("hapo", loss="hapo", dynamic_sampling=True),
     "himac": Method("himac", alternate=1),  # planner and executor learn in turns
     "hiper": Method("hiper", critic=True, parts=True),
     "kpo": Method("grpo", loss="kpo"),  # He et al., 2026, arXiv 2602.10609

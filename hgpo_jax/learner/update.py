@@ -119,7 +119,8 @@ def make_policy_loss(
     def loss(params: Any, reference: Any, batch: TrainingBatch) -> tuple[jax.Array, losses.Stats, jax.Array]:
         mask = batch.response_mask()
         logp, entropy = logprobs(params, reference, batch)
-        further = {"entropy": entropy, "planning": mask & (jnp.arange(mask.shape[1]) < plan_words) if plan_words else None}
+        planning = mask & (jnp.arange(mask.shape[1]) < plan_words) if plan_words else None
+        further = {"entropy": entropy, "planning": planning, "margins": batch.margins}
         _, stats = surrogate(logp, batch.old_logp, batch.advantages, mask, **further)
         total = stats["loss"][0]
         tokens = {"entropy": entropy}

@@ -22,7 +22,7 @@ from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError
 
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
-COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gdpo", "grpo", "reinforce_pp_baseline", "rloo")
+COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gbpo", "gdpo", "grpo", "hapo", "hbpo", "reinforce_pp_baseline", "rloo")
 
 
 def check_together(config: Config) -> None:

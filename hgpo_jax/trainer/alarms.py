@@ -62,8 +62,9 @@ class Alarms:
         blame = "lower learner.lr"
         if self._in_a_row:
             why = "had a non-finite loss or gradient and"
-            if episodes is not None and (fault := estimator_fault(self._config, episodes)):
-                blame, why = f"mend method={self._config.method}", f"were given {fault}, and"
+            fault, mend = ("", "") if episodes is None else estimator_fault(self._config, episodes)
+            if fault:
+                blame, why = mend, f"were given {fault}, and"
             warnings.append(
                 f"{begin}: {row['nonfinite_steps']:.0f} updates {why} "
                 f"were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
@@ -124,18 +125,22 @@ class Alarms:
         return wrong
 
 
-def estimator_fault(config: Config, e: Episodes) -> str:
-    """Describes the fault in the advantages of an iteration's episodes; "" if there is none or if they need a critic."""
+def estimator_fault(config: Config, e: Episodes) -> tuple[str, str]:
+    """Describes the fault in the advantages of an iteration's episodes, or in what they are made of, and says what to mend.
+
+    Both are "" if there is none or if they need a critic.
+    """
     name = method_named(config.method).estimator
     further, _ = advantages.parameters(name)
     if not AVAILABLE_ARRAYS.keys() >= set(further):
-        return ""
+        return "", ""
     e = jax.device_get(e)
     arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid")}
     arrays |= episode_arrays(config, e, name)
     try:
         record = advantages.estimate(name, **arrays, **estimator_options(config, name))
-    except ValueError as error:  # the fault is already in the rewards
-        return str(error)
+    except ValueError as error:  # the fault is already in the rewards or the signals
+        source = f" or reward.source={config.reward.source}" if config.reward.source else ""
+        return str(error), f"mend what env.name={config.env.name}{source} returns"
     fault = unusable(record.advantages, e.mask)
-    return fault and f"advantages by method={config.method} that were {fault}"
+    return (f"advantages by method={config.method} that were {fault}", f"mend method={config.method}") if fault else ("", "")

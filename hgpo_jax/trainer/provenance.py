@@ -15,14 +15,12 @@ from hgpo_jax.utils.files import atomic_write
 FILE = "provenance.json"
 
 
-def record(config: Config, folder: Path, done: int) -> list[str]:
-    """Adds the outside code of the run from iteration `done` on to the file, if it differs from the last record.
+def outside_code(config: Config) -> dict[str, dict]:
+    """Describes the code and templates from outside that a configuration names, as they are now.
 
-    A record has `from_iteration` and, by field (`env.name`, `method`, `learner.loss`, `reward.source`, `env.state_key`, an
-    option of the environment, `env.template`), the place as the user wrote it, the file, its SHA-256, and the version of the
-    module or its distribution. If nothing comes from outside, nothing is written.
-
-    Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
+    Returns by field (`env.name`, `method`, `learner.loss`, `reward.source`, `env.state_key`, an option of the environment,
+    `env.template`): `name`, the place as the user wrote it, `file`, `sha256` of that file alone, and `version` of the module or
+    its distribution.
     """
     sources = {"env.name": config.env.name, "method": config.method}
     sources |= {"learner.loss": config.learner.loss, "reward.source": config.reward.source}
@@ -37,14 +35,24 @@ def record(config: Config, folder: Path, done: int) -> list[str]:
     template = config.env.template
     if template and not (path := template_file(template)).is_relative_to(TEMPLATES):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        sources["env.template"] = template
         now["env.template"] = {"name": template, "file": str(path.resolve()), "sha256": digest, "version": None}
+    return now
+
+
+def record(config: Config, folder: Path, done: int) -> list[str]:
+    """Adds the outside code of the run from iteration `done` on to the file, if it differs from the last record.
+
+    A record is `outside_code` and `from_iteration`. If nothing comes from outside, nothing is written.
+
+    Returns: a line for each of these that changed. Raises ConfigError for a damaged file.
+    """
+    now = outside_code(config)
     file = folder / FILE
     try:
         records = json.loads(file.read_text()) if file.is_file() else []
         before = {field: value for field, value in records[-1].items() if field != "from_iteration"} if records else {}
         changed = [
-            f"{field}={sources[field]}: it has changed since iteration {records[-1]['from_iteration']}, see {file}"
+            f"{field}={about['name']}: it has changed since iteration {records[-1]['from_iteration']}, see {file}"
             for field, about in now.items()
             if field in before and any(about[part] != before[field][part] for part in ("sha256", "version"))
         ]

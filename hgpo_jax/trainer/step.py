@@ -185,6 +185,9 @@ def make_train_step(job: Job):
             batch = batch.replace(values=values)
         estimate = _estimate(job, episodes, batch.values, final_values)
         batch = batch.replace(advantages=_flat(_learned_advantages(job, estimate, episodes, role)))
+        if "margins" in parameters(name_of(job.config.learner, job.method))[0]:
+            of_advantages = _by_token(job, estimate, episodes.responses.shape[-1])
+            batch = batch.replace(margins=_flat(of_advantages if estimate.margins is None else estimate.margins))
 
         kept = happened if estimate.keep is None else _flat(estimate.keep)
         learned = kept & ~unfinished if job.config.learner.unfinished == "mask" else kept

@@ -295,6 +295,48 @@ def gdpo(data, signals, signal_weights=(), statistics="per_step", invalid_penalt
     return whitened(total)
 
 
+def gbpo_margins(data, statistics="per_step", invalid_penalty=0.1):
+    result = {}
+    for step, (score, count, _, std) in episode_comparison(data, statistics, invalid_penalty, data.peers).items():
+        rest = [data.score(b) for b, n in enumerate(data.length) if n and data.groups[b] == data.groups[step[0]]]
+        median, scale = (0.0, 1.0) if count == 1 else (float(np.median(rest)), std)
+        result[step] = (score - median) / (scale + EPSILON)
+    return result
+
+
+def gbpo(data, statistics="per_step", invalid_penalty=0.1):
+    return grpo(data, statistics, "mean_std", invalid_penalty)
+
+
+def hapo(data, lengths, statistics="per_step", invalid_penalty=0.1):
+    result = {}
+    plain = grpo(data, statistics, "mean_std", invalid_penalty)
+    for members in grouped(data.all, data.peers).values():
+        values = {s: data.score(s[0]) - data.penalty(s, invalid_penalty) for s in members}
+        tokens = [s for s in members for _ in range(int(lengths[s]))]
+        mean, std = np.mean([values[s] for s in tokens]), np.std([values[s] for s in tokens])
+        equal = len(set(values.values())) == 1
+        own = {s: 0.0 if equal else (values[s] - mean) / (std + EPSILON) for s in members}
+        result |= {s: plain[s] for s in members} if max(map(abs, own.values())) >= 5 else own
+    return result
+
+
+def hbpo(data, signals, success, statistics="per_step", invalid_penalty=0.1):
+    limit = signals.shape[1]
+    budget = [float(row[0, 0]) for row in signals]
+
+    def score(n, b):
+        return 4 * np.cos(np.pi * b / (2 * limit)) if n <= b else 4 * np.cos(np.pi * n / (2 * limit)) - (n - b) / limit
+
+    scored = copy.copy(data)
+    scored.rewards = [[score(n, budget[b]) if success[b] and n else 0.0] for b, n in enumerate(data.length)]
+    result = grpo(scored, statistics, "mean_std", invalid_penalty)
+    subgroups = episode_comparison(scored, statistics, 0.0, lambda s: (data.peers(s), budget[s[0]]))
+    for s, (value, _, deviation, _) in subgroups.items():
+        result[s] += value - deviation - 4 * np.cos(np.pi * budget[s[0]] / (2 * limit))
+    return result
+
+
 def temporal(data, values, gamma, lam, final_values=None):
     """GAE as the explicit double sum over later temporal differences."""
     result = {}

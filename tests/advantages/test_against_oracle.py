@@ -40,6 +40,9 @@ LATER = [
     ("beacon", {"normalize": "mean_std", "step_weight": 0.5}),
     ("dvao", {"signal_weights": (1.3, -0.4)}),
     ("g2rpo", {}),
+    ("gbpo", {"statistics": "per_trajectory"}),
+    ("hapo", {"statistics": "per_trajectory"}),
+    ("hbpo", {}),
 ]
 # Differences of means are rounded, and two that happen to be equal in theory may round apart and then be divided by a
 # standard deviation of nearly nothing; continuous rewards have no such coincidences.
@@ -102,6 +105,8 @@ def compare(name, options, batch):
             np.testing.assert_allclose(weighted, record.advantages, rtol=1e-5, atol=1e-5)
     if name == "eb_gae":
         compare_shrinkage(record, batch)
+    if name == "gbpo":
+        close(record.margins, numpy_oracle.gbpo_margins(numpy_oracle.Steps(**batch), **options, invalid_penalty=PENALTY))
 
 
 def compare_shrinkage(record, batch):

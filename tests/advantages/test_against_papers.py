@@ -12,6 +12,7 @@ from batches import GAMMA, PENALTY, B, T, dense
 from oracle_from_papers import kalman_filtered, kpo_objective
 
 from hgpo_jax.advantages import estimate, parameters
+from hgpo_jax.advantages.hbpo import budget_score
 
 
 def both(name, batch, **options):
@@ -278,6 +279,43 @@ def test_g2rpo():
     # Alone in its task type, a prompt group keeps the order of its first map.
     alone = estimate("g2rpo", **batch, task=np.arange(8, dtype=np.int32) // 4).advantages[:, 0]
     np.testing.assert_allclose(alone, [1.150349, -0.734494, -0.734494, 0.318639, *[0.734494] * 2, *[-0.734494] * 2], atol=2e-6)
+
+
+@pytest.mark.slow
+def test_gbpo():
+    """The median is 1/4, the mean 3/8. A group of one has neither, and its std is 1."""
+    record = estimate("gbpo", **four([1, 0, 0, 0.5, 3]))
+    np.testing.assert_allclose(record.advantages[:4, 0], [1.305580, -0.783348, -0.783348, 0.261116], atol=2e-6)
+    np.testing.assert_allclose(record.margins[:4, 0], [1.566696, -0.522232, -0.522232, 0.522232], atol=2e-6)
+    np.testing.assert_allclose([record.advantages[4, 0], record.margins[4, 0]], 3, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_hapo():
+    """A success of 30 tokens and a failure of 10; one of 1 beside 40 would be 6.3 stds away, and is as in GRPO."""
+    for tokens, expected in (([30, 10], [0.577350, -1.732051]), ([1, 40], [math.sqrt(0.5), -math.sqrt(0.5)])):
+        record = estimate("hapo", **four([1, 0]), lengths=np.int32(tokens)[:, None])
+        np.testing.assert_allclose(record.advantages[:, 0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("length", "budget", "expected"), [
+    (400, 512, 3.923141), (800, 512, 3.742912), (400, 2560, 2.222281), (3000, 2560, 1.524755),
+])  # fmt: skip
+def test_the_score_of_a_budget_of_tokens(length, budget, expected):
+    assert budget_score(length, budget, 4096) == pytest.approx(expected, abs=2e-6)
+
+
+@pytest.mark.slow
+def test_hbpo():
+    """Three successes of 4, 8 and 6 turns with budgets of 5, 5 and 10, and a failure of 20 turns with a budget of 10."""
+    mask = np.arange(20) < np.array([4, 8, 6, 20])[:, None]
+    batch = {"rewards": 10.0 * mask, "mask": mask, "states": np.zeros(mask.shape, int), "groups": np.zeros(4, int)}
+    budgets = np.repeat(np.float32([5, 5, 10, 10])[:, None, None], 20, axis=1)
+    record = estimate("hbpo", **batch, signals=budgets, success=np.arange(4) < 3, statistics="per_trajectory")
+    np.testing.assert_allclose(record.returns[:, 0], [3.695518, 3.086068, 2.828427, 0], atol=2e-6)
+    first, second = [0.787264, 0.416195, 0.259328, -1.462786], [-0.304725, -0.304725, -1.414214, -1.414214]
+    np.testing.assert_allclose(record.advantages[:, 0], np.add(first, second), atol=4e-6)
+    assert not np.asarray(record.advantages)[~mask].any()
 
 
 def test_gdpo():

@@ -134,9 +134,9 @@ def test_every_number_of_devices_gives_the_same(name, jitted):
 
 
 TURNS = 15
-LEARNED = {"gae", "hiper"}  # they compare with learned values, not with each other
+LEARNED = {"gae", "hiper", "hbpo"}  # they compare with learned values or a budget's best, not with each other
 # Turns are compared too, and may differ.
-LATER = ("adora", "dvao", "g2rpo")  # compared in the slow tests
+LATER = ("adora", "dvao", "g2rpo", "gbpo", "hapo")  # compared in the slow tests
 BY_TURN = {"beacon", "eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "hgpo", "himac", "pgpo", "reinforce_pp"}
 
 

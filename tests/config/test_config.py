@@ -69,7 +69,7 @@ def test_help_names_every_field_with_default_and_meaning():
         ("learner.lr=fast", r"learner\.lr='fast': must be a valid number"),
         ("learner.lr=nan", r"learner\.lr=.*finite"),
         ("learner.lr=.inf", r"learner\.lr=.*finite"),
-        ("method=hpgo", r"method='hpgo': .*did you mean pgpo or hgpo\?"),
+        ("method=hpgo", r"method='hpgo': .*did you mean pgpo or hgpo or hbpo\?"),
         ("env.tasks=plase", r"env\.tasks='plase': .*did you mean place\?"),
         ("iterations=1.5", r"iterations=1\.5: must be a valid integer"),
         ("seed=-1", r"seed=-1: must be greater than or equal to 0"),
@@ -109,7 +109,9 @@ def test_mistakes_in_a_file(tmp_path):
 
 MUON = ["policy=somewhere", "cloning.optimizer=muon"]
 WHOLE_RESPONSES = ("gagpo", "gspo")
-COMPARE_EPISODES = ("adora", "g2rpo", "grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline")
+COMPARE_EPISODES = (
+    "adora", "g2rpo", "gbpo", "hapo", "hbpo", "grpo", "dapo", "gspo", "kpo", "rloo", "dr_mas", "reinforce_pp_baseline",
+)  # fmt: skip
 # Fields that do not go together, what is said of them, and fields like these that do.
 TOGETHER = [
     *((["learner.rollout_correction=token", f"method={name}"], f"method={name} weighs whole", [])

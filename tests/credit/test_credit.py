@@ -24,6 +24,7 @@ from tests.helpers.refusals import refused
 
 def test_a_snapshot_is_read_as_it_was_written(tmp_path):
     one, _ = snapshot(seed=7)
+    one = Snapshot(one.arrays | {"gradients": np.ones((*one["mask"].shape, 3), np.float16)}, one.about)
     one.save(tmp_path / "one.npz")
     other = load(tmp_path / "one.npz")
     assert other.about == one.about and other.arrays.keys() == one.arrays.keys()
@@ -153,7 +154,7 @@ def test_the_table_compares_in_pairs(tmp_path):
     assert rows[2][2] == "" and rows[4][2].startswith(f"**{np.mean(of_far):+.3f}** (")
     assert "* hgpo nan: returns NaN" in text and "3 snapshots, seeds 0, 1, 2; 100% of the steps" in text
     stored = json.loads((tmp_path / "scores.json").read_text())
-    assert stored["scores"]["hgpo 1"]["s0"] == standing.scores["hgpo 1"]["s0"] and stored["snapshots"]["s2"]["level"] == 0.8
+    assert stored["scores"] == table.json_numbers(standing.scores) and stored["snapshots"]["s2"]["level"] == 0.8
     with refused("--against hgpo nan: returns NaN", ConfigError):
         table.compute(snapshots, [near], broken)
 
@@ -180,7 +181,7 @@ def test_one_snapshot_has_no_interval_and_json_no_nan(tmp_path):
     standing = table.compute({"one": snapshot()[0]}, [NearTruth("hgpo", ("1",))], NearTruth("hgpo", ("0",)))
     standing.scores["hgpo 1"]["one"] |= {"bias2": np.nan, "cosine": 0.5}
     standing.scores["hgpo 0"]["one"]["cosine"] = 0.75
-    assert "| hgpo 1 | 0.50 | -0.250 | - |" in table.write(standing, tmp_path)
+    assert "| hgpo 1 | 0.50 | -0.250 | - | - | - |" in table.write(standing, tmp_path)
     assert json.loads((tmp_path / "scores.json").read_text())["scores"]["hgpo 1"]["one"]["bias2"] is None
 
 
@@ -207,7 +208,7 @@ def test_the_checkpoint_nearest_to_a_level_is_taken(run):
         make.nearest(run, 0.2)
 
 
-SIZES = {"groups": 4, "batches": 4, "continuations": 100}
+SIZES = {"groups": 4, "batches": 4, "continuations": 100, "directions": 8}
 
 
 def run_with(folder, *fields):
@@ -244,6 +245,15 @@ def test_another_runs_snapshot_is_not_taken_for_this_ones(field, taken):
     other = run_with(run.parent / "other", field)
     with refused("household-s0-50.npz: holds another run's snapshot; give --setting or another DIR", ConfigError):
         make.make(other, file, "household", 0.5, **SIZES)
+
+
+def test_another_version_of_the_users_code_is_another_run(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    run = run_with(tmp_path / "run", f"learner.loss={tmp_path}/own.py:centred")
+    before = make.digest(read_config(run))
+    assert make.digest(read_config(run)) == before
+    (tmp_path / "own.py").write_text(OWN.replace("0.1", "0.2"))
+    assert make.digest(read_config(run)) != before
 
 
 def test_runs_whose_snapshots_would_have_one_name_are_refused(tmp_path):
@@ -338,11 +348,12 @@ def test_from_training_to_scores(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(make, "FARTHEST", 1)
     easy = COMPILED.replace("action[0] == 2]", "action[0] % 2 == 0]")  # which an untrained policy wins now and then
     (tmp_path / "rooms.py").write_text(easy)
-    sizes = ("--levels", "0", "--groups", "2", "--batches", "2", "--continuations", "16")
+    sizes = ("--levels", "0", "--groups", "2", "--batches", "2", "--continuations", "16", "--directions", "8")
     ask = ["snapshot", "made", "--setting", "a place/at home", *sizes, *SMALL, f"cache_dir={tmp_path}/cache"]
     credit.main(ask)
     file = tmp_path / "made" / "a-place-at-home-s0-0.npz"
     one, written = load(file), file.stat().st_mtime_ns
+    assert one["gradients"].shape == (16, 4, 8) and len(one.about.gradient_seeds) == 2
     assert one["mask"].shape == (16, 4) and len(one.batches()) == 2 and sorted(set(one["groups"])) == [0, 1, 2, 3]
     assert one.about.setting == "a place/at home" and one.about.environment == "rooms.py:Corridor"
     assert "cache_dir" not in one.about.fields and one.about.fields["iterations"] == 1

@@ -74,7 +74,7 @@ def here(tmp_path):
 def value(name, method="hgpo", **fields):
     """The configured loss of the arrays of `test_losses.py`."""
     loss = loss_table.configured(PLAIN.model_copy(update={"loss": name, **fields}), METHODS[method])
-    return loss(NEW, OLD, ADVANTAGES, MASK, entropy=ENTROPY, planning=MASK)[0]
+    return loss(NEW, OLD, ADVANTAGES, MASK, entropy=ENTROPY, planning=MASK, margins=ADVANTAGES)[0]
 
 
 def test_names_are_those_of_the_table():
@@ -87,7 +87,8 @@ def test_a_loss_is_the_same_with_every_method(method):
     """A method's clips belong to the method's own loss."""
     for name, function in loss_table.LOSSES.items():
         if name != METHODS[method].loss:
-            arrays = {array: {"entropy": ENTROPY, "planning": MASK}[array] for array in loss_table.parameters(name)[0]}
+            known = {"entropy": ENTROPY, "planning": MASK, "margins": ADVANTAGES}
+            arrays = {array: known[array] for array in loss_table.parameters(name)[0]}
             np.testing.assert_array_equal(value(name, method), function(NEW, OLD, ADVANTAGES, MASK, **arrays)[0])
     assert value("", "dapo") == value("clip", "dapo") != value("clip", "hgpo")
     assert value("", "gagpo") == value("gspo", "gagpo") != value("gspo", "hgpo")
@@ -110,6 +111,7 @@ def test_fields_and_options_reach_the_loss():
     ("kpo", "process_noise", -1, "of 0 or more"), ("fiber", "token_clip", -0.1, "of 0 or more"),
     ("fiber", "budget_up", "nan", "of 0 or more"), ("fiber", "budget_down", -1, "of 0 or more"),
     ("hicra", "strength", -0.4, "of 0 or more"), ("egpo", "bonus", "inf", "of 0 or more"),
+    ("gbpo", "softness", 0, "of 1e-30 or more"), ("hapo", "clip_slope", -1, "of 0 or more"),
 ])  # fmt: skip
 def test_options_of_our_losses_have_ranges(loss, option, wrong, mend):
     said = f"learner.loss_options.{option}={float(wrong)}: loss {loss} cannot learn with it; give a number {mend}"
@@ -160,7 +162,7 @@ def test_a_loss_of_ones_own(here):
     ("none", "has no none"),
     ("few", "is not a loss; write it as loss(logp, old_logp, advantages, mask, *, options) -> (loss, stats)"),
     ("anything", "takes **kwargs; name each of its arrays and options instead"),
-    ("needing", "needs colour; an update has entropy, planning besides the four arrays, and options need a default"),
+    ("needing", "needs colour; an update has entropy, planning, margins besides the four arrays, and options need a default"),
     ("flat", "with advantages of shape [4], line 11, `return with_loss(reduce_tokens(-(logp - old_logp) * advantages, mask"),
     ("alone", "does not return (loss, stats) with pairs of scalars in stats, one of them `loss`; return with_loss(reduce_"),
     ("wide", "does not return (loss, stats) with pairs of scalars"),

@@ -2,9 +2,11 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from hgpo_jax.config import load
+from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.utils.errors import RunError
 
@@ -51,6 +53,22 @@ def test_skipped_updates_are_said_and_end_the_run_after_so_many_in_a_row():
     assert Alarms(load(), earlier[:2]).check(row(2, nonfinite_steps=1.0))
     with pytest.raises(RunError):
         Alarms(load(), earlier).check(row(3, nonfinite_steps=1.0))
+
+
+@pytest.mark.parametrize(("fields", "mend"), [
+    (["method=beacon"], "mend what env.name=household returns"),
+    (["method=gdpo", "reward=./mine.py:score"], r"mend what env.name=household or reward.source=\S*mine.py:score returns"),
+])  # fmt: skip
+def test_a_signal_that_is_no_number_is_not_blamed_on_the_method(fields, mend):
+    e = Episodes.zeros(2, 2, 4, 2, signals=1)
+    e.mask[:] = True
+    e.signals[1, 0] = np.nan
+    alarms = Alarms(load(None, fields))
+    for iteration in (0, 1):
+        (warning,) = alarms.check(row(iteration, nonfinite_steps=1.0), e)
+        assert "1 updates were given signals[1, 0, 0] is nan" in warning
+    with pytest.raises(RunError, match=f"3 such iterations in a row; {mend}$"):
+        alarms.check(row(2, nonfinite_steps=1.0), e)
 
 
 @pytest.mark.parametrize(("rows", "said"), [

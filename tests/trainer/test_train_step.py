@@ -164,6 +164,22 @@ def test_the_first_gradient_is_that_of_reinforce(episodes, method):
     assert max(jax.tree.leaves(moved)) > 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["gbpo", "hgpo"])
+def test_gbpo_draws_ratios_by_margins_or_else_by_advantages(episodes, method):
+    """An even number of episodes, none of which is the median."""
+    e = episodes.replace(groups=np.zeros(B, np.int32))
+    state, metrics, _ = learn(e, f"method={method}", "learner.loss=gbpo")
+    record = estimated(e, method)
+    A = np.asarray(record.advantages)[e.mask]
+    margins = np.asarray(record.margins)[e.mask] if method == "gbpo" else A
+    assert margins.all() and (np.sign(margins) != np.sign(A)).any() == (method == "gbpo")
+    lengths = e.response_lengths[e.mask]
+    weights = AGGREGATES["token-mean"](np.abs(A) * np.sign(margins), np.arange(R) < lengths[:, None], lengths)
+    assert_first_gradient(state, e, weights)
+    assert metrics["loss"] == pytest.approx(0.2 * np.abs(weights).sum(), rel=1e-4)
+
+
 CUT = "learner.unfinished=mask"
 
 
@@ -253,7 +269,7 @@ def test_a_signal_that_is_no_number_stops_the_update_and_is_named(episodes):
     state, metrics, before = learn(e, "method=beacon")
     assert metrics["nonfinite_steps"] == 1
     jax.tree.map(np.testing.assert_array_equal, state.params, before.params)
-    assert "signals[0, 1, 0] is nan" in estimator_fault(load(None, [*SETTINGS, "method=beacon"]), e)
+    assert "signals[0, 1, 0] is nan" in estimator_fault(load(None, [*SETTINGS, "method=beacon"]), e)[0]
 
 
 def test_what_is_said_of_each_role(episodes):
