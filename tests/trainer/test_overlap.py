@@ -1,0 +1,133 @@
+"""Rollouts that overlap with learning (`rollout.overlap=1`): a run against the same iterations by hand, and its resumption."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from kills import timeless
+from safetensors.numpy import load_file
+
+import hgpo_jax
+from hgpo_jax.config import load
+from hgpo_jax.learner.optimizer import lr_scale
+from hgpo_jax.setup import job, memory
+from hgpo_jax.setup.validate import check_together
+from hgpo_jax.trainer import main
+from hgpo_jax.trainer.alarms import Alarms
+from hgpo_jax.trainer.loop import learning_role
+from hgpo_jax.trainer.step import make_train_step, sample
+from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.glossary import unexplained
+from tests.helpers.refusals import refused
+from tests.helpers.tiny import mesh_of
+from tests.helpers.training import TINY
+
+FAST = (*TINY, "learner.lr=1e-2", "learner.warmup_steps=0", "rollout.overlap=1")  # policies that soon differ
+TEXT = ("env.name=household_text", "rollout.prompt_limit=128", "rollout.response_limit=16", "learner.rollout_correction=token",
+        "learner.minibatch_size=1024")  # fmt: skip
+TEAM = ("env.name=household_team", "roles.searcher.policy=own", "method=dapo", "learner.rollout_correction=token")
+SETTINGS = {
+    "compiled, a critic": ("method=ppo",),
+    "text, corrected": TEXT,
+    "bfloat16": ("policy.compute_dtype=bfloat16", "learner.rollout_correction=sequence"),
+    "a team, sampled dynamically": TEAM,
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    before = jax.sharding.get_mesh()
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (job, main):
+            patch.setattr(module, "job_mesh", lambda config: mesh_of())
+        yield tmp_path_factory.mktemp("cache")
+    jax.set_mesh(before)
+
+
+def config_of(cache, *fields):
+    return load(None, [*FAST, *fields, f"cache_dir={cache}"])
+
+
+def by_hand(config, folder):
+    """Metrics of each iteration; the policies are saved in the folder."""
+    here = job.build(config, mesh_of())
+    params = here.given_params
+    train_step, init = make_train_step(here)
+    reference, state, behind, results = here.reference_copy(params), init(params), params, []
+    for iteration in range(config.iterations):
+        (episodes, _), *_ = sample(here, here.rollout_params(behind, reference), iteration)
+        behind = jax.tree.map(jnp.copy, state.params)
+        scale = jnp.float32(lr_scale(config.learner, iteration, config.iterations))
+        given = state.replace(sampler=None), reference, episodes, here.key(iteration, 1), scale
+        state, metrics = train_step(*given, learning_role(here, iteration))
+        results.append({name: float(value) for name, value in metrics.items()})
+    here.by_policy(lambda policy, params: policy.save(params, folder / policy.name), state.params)
+    here.close()
+    return results
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_run_is_the_loop_by_hand_and_goes_on_to_the_bit(cache, tmp_path, setting):
+    config = config_of(cache, *SETTINGS[setting])
+    run = hgpo_jax.fit(config, tmp_path / "whole")
+    by_iteration = by_hand(config, tmp_path / "by hand")
+    rows = timeless(run.folder)
+    assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
+    for row, metrics in zip(rows, by_iteration, strict=True):
+        assert not unexplained(row)
+        finite = {name: value if np.isfinite(value) else None for name, value in metrics.items()}
+        assert finite == {name: row[name] for name in metrics}
+        if "text" in setting:  # the ratio of the only optimizer step is to the policy before it
+            assert row["optimizer_steps"] == 1 and row["ratio"] == pytest.approx(1, abs=1e-5)
+    # What sampled was another policy than what learns, from the second iteration on.
+    differs = [row["logp_difference"] > 1e-3 for row in rows]
+    assert differs[1:] == [True] * 3 and (not differs[0] or config.policy.compute_dtype == "bfloat16")
+    files = [file.relative_to(run.folder / "policy") for file in (run.folder / "policy").rglob("*.safetensors")]
+    assert len(files) == (2 if "team" in setting else 1)
+    for file in files:
+        theirs, ours = (load_file(folder / file) for folder in (run.folder / "policy", tmp_path / "by hand"))
+        jax.tree.map(np.testing.assert_array_equal, theirs, ours)
+
+    def leave(row):
+        if row["iteration"] == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hgpo_jax.fit(config, tmp_path / "halves", on_iteration=leave)
+    assert 2 <= len(timeless(tmp_path / "halves")) < config.iterations
+    halves = hgpo_jax.fit(config, tmp_path / "halves", resume=True)
+    assert timeless(halves.folder) == rows
+    for file in files:
+        assert (halves.folder / "policy" / file).read_bytes() == (run.folder / "policy" / file).read_bytes()
+
+
+def test_what_does_not_overlap_is_refused():
+    with refused("while episodes are sampled, and nothing saved; leave one", ConfigError):
+        check_together(load(None, ["rollout.overlap=1", "learner.offload=true"]))
+    with refused("rollout.overlap=2: must be less than or equal to 1", ConfigError):
+        load(None, ["rollout.overlap=2"])
+    check_together(load(None, ["rollout.overlap=1"]))
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_the_memory_plan_counts_the_weights_that_sample_and_the_rollout_beside_the_update(dtype, size):
+    apart, overlapped = (
+        memory.bytes_of_run(load(None, [f"rollout.overlap={overlap}", f"policy.compute_dtype={dtype}"]), mesh_of())
+        for overlap in (0, 1)
+    )
+    assert overlapped["always"]["weights that sample"] == apart["always"]["parameters"] * size // 4
+    sampling, copy = sum(apart["sampling"].values()), overlapped["always"]["weights that sample"]
+    assert memory.peak(overlapped) == sum(apart["always"].values()) + copy + sum(apart["update"].values()) + sampling
+    memory.add_checkpoint(overlapped)
+    memory.add_checkpoint(apart)
+    written = "checkpoint being written"
+    assert overlapped["update"][written] == apart["update"][written] + copy
+
+
+def test_only_two_equal_policies_are_held_to_equal_probabilities():
+    """A warning is for a sampler that computes otherwise, and between two policies says nothing."""
+    row = {"iteration": 0, "steps": 1.0, "logp_difference": 0.4}
+    for staleness, warned in ((0, True), (1, False)):
+        said = Alarms(load(None, ["rollout.overlap=1"])).check(row | {"staleness": staleness})
+        assert any("logp_difference" in line for line in said) == warned
