@@ -78,6 +78,8 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     if config.lora.rank:  # the adapters are bound to it while sampling, too
         always["reference policy"] = sizes.policy * sizes.compute_bytes
     always["episodes"] = workload.steps * (workload.prompt + 2 * workload.response + 8) * 4
+    if config.rollout.overlap:
+        always["episodes"] *= 2  # those that are learned from, and the next ones
     sampling = _sampling(sizes, workload, lockstep=backend(config) == "compiled")
     update |= _update(config, sizes, workload)
     if config.rollout.overlap:

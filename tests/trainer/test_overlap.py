@@ -9,13 +9,14 @@ from safetensors.numpy import load_file
 
 import hgpo_jax
 from hgpo_jax.config import load
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.setup import job, memory
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import main
 from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.trainer.loop import learning_role
-from hgpo_jax.trainer.step import make_train_step, sample
+from hgpo_jax.trainer.step import TrainState, make_train_step, sample
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.glossary import unexplained
 from tests.helpers.refusals import refused
@@ -102,6 +103,14 @@ def test_a_run_is_the_loop_by_hand_and_goes_on_to_the_bit(cache, tmp_path, setti
         assert (halves.folder / "policy" / file).read_bytes() == (run.folder / "policy" / file).read_bytes()
 
 
+def test_a_checkpoint_holds_the_weights_that_sample_where_they_are_others():
+    trees = [{SHARED: {"weight": np.full(2, number)}} for number in range(3)]
+    for state in (TrainState(*trees[:2], sampler=trees[2]), TrainState(*trees[:2])):
+        saved = state.to_checkpoint()
+        assert ("sampler" in saved) == bool(state.sampler)
+        assert TrainState(*trees[:2]).from_checkpoint(saved) == state
+
+
 def test_what_does_not_overlap_is_refused():
     with refused("while episodes are sampled, and nothing saved; leave one", ConfigError):
         check_together(load(None, ["rollout.overlap=1", "learner.offload=true"]))
@@ -118,7 +127,8 @@ def test_the_memory_plan_counts_the_weights_that_sample_and_the_rollout_beside_t
     )
     assert overlapped["always"]["weights that sample"] == apart["always"]["parameters"] * size // 4
     sampling, copy = sum(apart["sampling"].values()), overlapped["always"]["weights that sample"]
-    assert memory.peak(overlapped) == sum(apart["always"].values()) + copy + sum(apart["update"].values()) + sampling
+    always = sum(apart["always"].values()) + copy + apart["always"]["episodes"]  # two batches of them
+    assert memory.peak(overlapped) == always + sum(apart["update"].values()) + sampling
     memory.add_checkpoint(overlapped)
     memory.add_checkpoint(apart)
     written = "checkpoint being written"
