@@ -1,5 +1,9 @@
 """Rollouts that overlap with learning (`rollout.overlap=1`): a run against the same iterations by hand, and its resumption."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,15 +16,17 @@ from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.setup import job, memory
+from hgpo_jax.setup.job import PolicySetup
 from hgpo_jax.setup.validate import check_together
-from hgpo_jax.trainer import main
+from hgpo_jax.trainer import loop, main
 from hgpo_jax.trainer.alarms import Alarms
+from hgpo_jax.trainer.interruption import Interruption
 from hgpo_jax.trainer.loop import learning_role
 from hgpo_jax.trainer.step import TrainState, make_train_step, sample
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.glossary import unexplained
 from tests.helpers.refusals import refused
-from tests.helpers.tiny import mesh_of
+from tests.helpers.tiny import MODEL, mesh_of
 from tests.helpers.training import TINY
 
 FAST = (*TINY, "learner.lr=1e-2", "learner.warmup_steps=0", "rollout.overlap=1")  # policies that soon differ
@@ -101,6 +107,42 @@ def test_a_run_is_the_loop_by_hand_and_goes_on_to_the_bit(cache, tmp_path, setti
     assert timeless(halves.folder) == rows
     for file in files:
         assert (halves.folder / "policy" / file).read_bytes() == (run.folder / "policy" / file).read_bytes()
+
+
+@pytest.mark.parametrize(("overlap", "sampling"), [(0, [0, 1, 2, 3]), (1, [0, 0, 1, 2])])
+def test_the_weights_from_before_an_update_sample_what_comes_after_it(overlap, sampling, monkeypatch):
+    """Weights that count their updates, each of which destroys the ones before it."""
+    config = load(None, [f"rollout.overlap={overlap}", "iterations=4", "log.checkpoint_every=1"])
+    policy = PolicySetup(SHARED, config, mesh_of(), SimpleNamespace(config=MODEL), MODEL)
+    here = job.Job(config, mesh_of(), {SHARED: policy}, None, SimpleNamespace(roles=("one",)))
+    sampled, saved = [], {}
+
+    def train_step(state, reference, episodes, key, scale, role):
+        assert state.sampler is None
+        after = state.replace(params=jax.tree.map(lambda a: a + 1, state.params))
+        jax.tree.map(lambda a: a.delete(), state.params)
+        return after, {}
+
+    def sample(job, params, iteration):
+        sampled.append(int(params[SHARED]["weight"]))
+        return (SimpleNamespace(mask=()), None), [], {}
+
+    def save(done, state, success):
+        saved[done] = {name: int(state[name]["weight"]) for name in state.keys() - {"opt_state"}}
+
+    monkeypatch.setattr(loop, "sample", sample)
+    monkeypatch.setattr(loop, "Recorder", Mock())
+    run = object.__new__(loop.Training)
+    run.job, run.config, run.folder, run.done, run.reference, run.on_iteration = here, config, Path(), 0, {SHARED: {}}, None
+    run.train_step = train_step
+    run.checkpoints = Mock(save=save, latest=lambda: max(saved, default=None))
+    weights = [{SHARED: {"weight": jnp.float32(0)}} for _ in range(2)]
+    run.state = TrainState(weights[0], {}, sampler=weights[1] if overlap else None)
+    with Interruption() as run.stop:
+        run.run()
+    assert sampled == sampling
+    behind = {done: {"sampler": done - 1} if overlap else {} for done in range(1, 5)}
+    assert saved == {done: {"params": done} | others for done, others in behind.items()}
 
 
 def test_a_checkpoint_holds_the_weights_that_sample_where_they_are_others():
