@@ -32,12 +32,12 @@ from tests.helpers.training import TINY
 FAST = (*TINY, "learner.lr=1e-2", "learner.warmup_steps=0", "rollout.overlap=1")  # policies that soon differ
 TEXT = ("env.name=household_text", "rollout.prompt_limit=128", "rollout.response_limit=16", "learner.rollout_correction=token",
         "learner.minibatch_size=1024")  # fmt: skip
-TEAM = ("env.name=household_team", "roles.searcher.policy=own", "method=dapo", "learner.rollout_correction=token")
+TEAM = ("env.name=household_team", "roles.searcher.policy=own", "learner.rollout_correction=token")
 SETTINGS = {
     "compiled, a critic": ("method=ppo",),
     "text, corrected": TEXT,
     "bfloat16": ("policy.compute_dtype=bfloat16", "learner.rollout_correction=sequence"),
-    "a team, sampled dynamically": TEAM,
+    "a team": TEAM,
 }
 
 
