@@ -3,6 +3,8 @@
 import random
 import time
 
+COMMANDS = ["go on"]
+
 
 class ArtificialEnvironment:
     """An environment in which any action counts and every episode has all turns.
@@ -22,8 +24,8 @@ class ArtificialEnvironment:
 
     def reset(self, task: int) -> tuple[str, list[str]]:
         self._task, self._times = task, self.times(task)
-        return str(task), []
+        return str(task), COMMANDS
 
     def step(self, action: str):
         time.sleep(self._times.pop(0))
-        return str(self._task), [], 0.0, not self._times, {"won": False, "admissible": True}
+        return str(self._task), COMMANDS, 0.0, not self._times, {"won": False, "admissible": True}

@@ -2,6 +2,12 @@
 
 The policy is freshly initialized, so every episode runs to its last turn: the most work that an iteration can have. Limits are
 the counts of `duration.py` with the rates of products and of reading that the same devices reach in the same run.
+
+With rollout.overlap=1 an iteration whose rollout begins beside the update is measured, too. Its share of the limit is that of
+the longer of the two alone, and its ratio the speed over one after the other. An environment that takes time:
+
+    python -m hgpo_jax.bench train --config text_small rollout.overlap=1 env.workers=16 env.options.turns=8 \
+        env.options.mean=0.1 env.name=hgpo_jax/bench/artificial_environment.py:ArtificialEnvironment warm_start=none
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ from hgpo_jax.config import cli
 from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.rollout.environments import max_turns
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import Job, build
+from hgpo_jax.setup.job import Job, PolicySetup, build
 from hgpo_jax.trainer.metrics import rollout_metrics
 from hgpo_jax.trainer.step import make_train_step, sample
 
@@ -37,8 +43,10 @@ def run(args: argparse.Namespace) -> list[dict]:
     config, iteration = job.config, Iteration(job)
     rates = limits.measure_rates(job.mesh, config.policy.compute_dtype)
     calls = {"rollout": iteration.rollout, "update": iteration.update}
+    if config.rollout.overlap:
+        calls["overlapped"] = iteration.overlapped
     timings = limits.timed(calls, args.repeats, args.profile)
-    rollout, update = (timings[phase].median for phase in calls)
+    rollout, update, *overlapped = (timings[phase].median for phase in calls)
     episodes, tokens = iteration.episodes, iteration.metrics["tokens"]
     prompt = float(episodes.prompt_lengths.mean(where=episodes.mask))
     of_turn = iteration.metrics["turns"], prompt, tokens / iteration.metrics["steps"] - prompt
@@ -51,8 +59,9 @@ def run(args: argparse.Namespace) -> list[dict]:
         row(f"rollout, {shape}", rollout, "s", least["rollout"] / rollout),
         row("update, the same steps", update, "s", least["update"] / update),
         row("iteration", rollout + update, "s", sum(parts.values()) / (rollout + update)),
+        *(row("iteration, overlapped", s, "s", max(rollout, update) / s, (rollout + update) / s) for s in overlapped),
         row("prompt and response tokens", tokens / (rollout + update), "tokens/s"),
-        *(row(f"compile {phase}", timing.first - timing.median, "s") for phase, timing in timings.items()),
+        *(row(f"compile {phase}", timings[phase].first - timings[phase].median, "s") for phase in ("rollout", "update")),
         *limits.peak_rows(job.mesh),
         *rates.rows(config.policy.compute_dtype),
     ]
@@ -64,11 +73,19 @@ class Iteration:
     def __init__(self, job: Job):
         self._job, self._numbers = job, itertools.count()
         self._train_step, init = make_train_step(job)
-        self._reference, self._state = jax.tree.map(jnp.copy, job.given_params), init(job.given_params)
+        self._reference = jax.tree.map(jnp.copy, job.given_params)
+        self._state = init(job.given_params).replace(sampler=None)
 
-    def rollout(self) -> None:
-        (self.episodes, _), sums, _ = sample(self._job, self._state.params, next(self._numbers))
+    def rollout(self, trained=None) -> None:
+        params = self._job.rollout_params(trained or self._state.params, self._reference)
+        (self.episodes, _), sums, _ = sample(self._job, params, next(self._numbers))
         self.metrics = rollout_metrics(sums)  # waits for the rollout
+
+    def overlapped(self):
+        sampler = self._job.by_policy(PolicySetup.sampling_copy, self._state.params)
+        updated = self.update()
+        self.rollout(sampler)
+        return updated
 
     def update(self):
         self._state, metrics = self._train_step(self._state, self._reference, self.episodes, self._job.key(0, 1), 0.0)

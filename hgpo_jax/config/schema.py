@@ -179,6 +179,13 @@ class RolloutConfig(Section):
         gt=0,
         le=1,
     )
+    overlap: int = field(
+        0,
+        "1: sample the next iteration's episodes while this one's update runs, with the weights from before it (see "
+        "hgpo_jax/rollout/README.md); 0: one after the other",
+        ge=0,
+        le=1,
+    )
 
 
 class RewardConfig(Section):

@@ -65,6 +65,10 @@ class PolicySetup:
         """Returns a rollout's parameters: the trained weights, or with LoRA the reference policy's with trained adapters."""
         return self.compute_copy(lora.bind(reference, trained) if self.model.lora else trained)
 
+    def sampling_copy(self, trained) -> dict:
+        """Returns what `rollout_params` reads of the trained weights, in memory of its own: an update donates them."""
+        return jax.tree.map(lambda cast, a: jnp.copy(a) if cast is a else cast, self.compute_copy(trained), trained)
+
     def merged_params(self, trained, reference) -> dict:
         """Returns the weights of an equivalent policy without adapters.
 

@@ -45,6 +45,7 @@ CHIPS = {
     "tpu-v6e": 32 * GiB,
 }
 PARAM_BYTES = 4  # of a trained element
+STATE = ("parameters", "optimizer", "critic", "weights that sample")  # what a checkpoint holds
 USABLE = 0.92  # the rest is for the runtime, collectives and fragmentation
 
 
@@ -66,21 +67,25 @@ class Workload:
 def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[str, int]]:
     """Returns the bytes on each device: {"always": {...}, "sampling": {...}, "update": {...}}, each by purpose.
 
-    `always` lives through the whole iteration; sampling and update come one after the other.
+    `always` lives through the whole iteration; sampling and update come one after the other, but for `rollout.overlap`.
     """
     sizes = _Sizes.of(config, mesh, workload.model)
     always = {"parameters": sizes.trained * PARAM_BYTES}
     update: dict[str, int] = {}
     (update if config.learner.offload else always).update(_learning_state(config, sizes))
+    if config.rollout.overlap:
+        always["weights that sample"] = sizes.trained * sizes.compute_bytes
     if config.lora.rank:  # the adapters are bound to it while sampling, too
         always["reference policy"] = sizes.policy * sizes.compute_bytes
     always["episodes"] = workload.steps * (workload.prompt + 2 * workload.response + 8) * 4
-    return {
-        "always": always,
-        "sampling": _sampling(sizes, workload, lockstep=backend(config) == "compiled")
-        | _store(config, sizes, workload, mesh.size),
-        "update": update | _update(config, sizes, workload),
-    }
+    if config.rollout.overlap:
+        always["episodes"] *= 2  # those that are learned from, and the next ones
+    sampling = _sampling(sizes, workload, lockstep=backend(config) == "compiled")
+    sampling |= _store(config, sizes, workload, mesh.size)
+    update |= _update(config, sizes, workload)
+    if config.rollout.overlap:
+        update["rollout beside it"] = sum(sampling.values())
+    return {"always": always, "sampling": sampling, "update": update}
 
 
 def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
@@ -100,7 +105,7 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
             part["always"]["reference policy"] *= policy_config.policy.source not in begun
             begun.add(policy_config.policy.source)
         parts.append(part)
-    resident = {"optimizer", "critic", "reference policy"}
+    resident = {"optimizer", "critic", "reference policy", "rollout beside it"}
     together = lambda phase, name: max if name == "episodes" or (phase == "update" and name not in resident) else sum  # noqa: E731
     return {
         phase: {
@@ -116,7 +121,7 @@ def add_checkpoint(phases: dict[str, dict[str, int]]) -> None:
 
     The writer reads the devices' own memory there, so an update that begins meanwhile cannot reuse it for the new state.
     """
-    state = [part.get(name, 0) for part in phases.values() for name in ("parameters", "optimizer", "critic")]
+    state = [part.get(name, 0) for part in phases.values() for name in STATE]
     phases["update"]["checkpoint being written"] = sum(state)
 
 

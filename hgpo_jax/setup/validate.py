@@ -77,6 +77,11 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
         raise ConfigError(
             f"rollout.constrain=admissible: env.name={env.name} is played in text, whose answers are free; leave it out"
         )
+    if config.rollout.overlap and config.learner.offload:
+        raise ConfigError(
+            f"rollout.overlap={config.rollout.overlap}: with learner.offload=true the update's arrays would be on the devices "
+            "while episodes are sampled, and nothing saved; leave one of the two out"
+        )
     if config.rollout.ready_fraction < 1 and not compiled and not env.workers:
         raise ConfigError(
             f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step "

@@ -1,4 +1,8 @@
-"""The training loop of a run: iterations of rollout and update, with checkpoints, validations and records in between."""
+"""The training loop of a run: iterations of rollout and update, with checkpoints, validations and records in between.
+
+With `rollout.overlap` the next iteration's rollout begins as soon as an update is dispatched, and samples with the weights from
+before it. A checkpoint holds these weights, not the episodes, which a continued run samples again to the bit.
+"""
 
 from __future__ import annotations
 
@@ -72,11 +76,14 @@ class Training:
         writes = jax.process_index() == 0
         self.recorder = Recorder(self.config, self.folder, self.done, writes, self.on_iteration)
         try:
+            sampled = None
             for iteration in range(self.done, self.config.iterations):
                 validation = self._validate_and_save(iteration)
-                episodes, sums, counts = self._rollout(iteration)
+                episodes, sums, counts = sampled or self._rollout(iteration)
                 self._update(iteration, episodes, sums, counts | validation)
                 self.stop.agreed(iteration)
+                more = self.config.rollout.overlap and self.done < self.config.iterations
+                sampled = self._rollout(self.done) if more else None
             self._save()
         except Interrupted:
             with self.stop.defer_signals():
@@ -139,11 +146,13 @@ class Training:
         """Returns the iteration's episodes, sums over its rollouts, and further metrics."""
         began = time.perf_counter()
         with phase("rollout", says_end=False):
-            (episodes, report), sums, counts = sample(self.job, self._rollout_params(), iteration)
+            trained = self.state.sampler or self.state.params
+            params = self.job.rollout_params(trained, self.reference)
+            (episodes, report), sums, counts = sample(self.job, params, iteration)
         self.recorder.time_phase("rollout", episodes.mask, began)
         self.recorder.dump(iteration, episodes, report)
         self.recorder.wait()  # at most one iteration is in flight
-        return episodes, sums, counts
+        return episodes, sums, counts | ({"staleness": min(iteration, 1)} if self.state.sampler else {})
 
     def _update(self, iteration: int, episodes: Episodes, sums: list[dict], counts: dict) -> None:
         """Learns from the episodes; signals wait until the iteration has been counted."""
@@ -153,10 +162,23 @@ class Training:
             key = self.job.key(iteration, 1)
             role = learning_role(self.job, iteration)
             with phase("update", says_end=False):
-                self.state, metrics = self.train_step(self.state, self.reference, episodes, key, jnp.float32(scale), role)
+                sampler = self._keep_for_sampling()
+                state, metrics = self.train_step(
+                    self.state.replace(sampler=None), self.reference, episodes, key, jnp.float32(scale), role
+                )
+                self.state = state.replace(sampler=sampler)
             self.done = iteration + 1
             self.recorder.time_phase("update", metrics, began)
             self.recorder.row(iteration, sums, metrics, counts | {"lr": self.config.learner.lr * scale}, episodes)
+
+    def _keep_for_sampling(self) -> dict | None:
+        """Returns, with `rollout.overlap`, a copy of the weights for `TrainState.sampler` and deletes the copy before it."""
+        if not self.state.sampler:
+            return None
+        sampler = self.job.by_policy(PolicySetup.sampling_copy, self.state.params)
+        for array in jax.tree.leaves(self.state.sampler):
+            array.delete()
+        return sampler
 
     def _save(self, success: float | None = None) -> None:
         """Saves a checkpoint of the iterations done unless one exists; it relies on the rows and dumps before it."""
@@ -189,6 +211,7 @@ def compile_ahead(job: Job, train_step, state):
         role = learning_role(job, 0)
         with phase("tracing the update", says_end=False):
             episodes = jax.tree.map(abstract, job.abstract_episodes())
+            state = state.replace(sampler=None)
             return train_step.lower(state, reference, episodes, job.key(0, 1), jnp.float32(0), role).compile()
 
 

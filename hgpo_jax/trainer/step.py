@@ -113,26 +113,28 @@ class TrainState(struct.PyTreeNode):
     params: {name of a policy: its weights or, with LoRA, its adapters}.
     opt_state: {name of a policy: its optimizer's state}.
     critic: the same two for the critic; None for a method without one.
+    sampler: with `rollout.overlap`, {name of a policy: `PolicySetup.sampling_copy` of its params before the last update}, with
+      which the next episodes are sampled; else None.
     """
 
     params: dict[str, dict]
     opt_state: dict[str, Any]
     critic: CriticState | None = None
+    sampler: dict[str, dict] | None = None
 
     def to_checkpoint(self) -> dict[str, Any]:
         """Returns the dicts that a checkpoint file holds, the same since the first release: of one policy without a name."""
         critic = {"critic": {"params": self.critic.params, "opt_state": self.critic.opt_state}} if self.critic else {}
-        return {
-            name: tree.get(SHARED, tree) for name, tree in (("params", self.params), ("opt_state", self.opt_state))
-        } | critic
+        trees = {"params": self.params, "opt_state": self.opt_state} | ({"sampler": self.sampler} if self.sampler else {})
+        return {name: tree.get(SHARED, tree) for name, tree in trees.items()} | critic
 
     def from_checkpoint(self, saved: dict[str, Any]) -> TrainState:
         """Returns the state of the dicts of `to_checkpoint`; this one has the same policies."""
         critic = CriticState(**saved["critic"]) if "critic" in saved else None
-        params, opt_state = saved["params"], saved["opt_state"]
+        trees = {name: tree for name, tree in saved.items() if name != "critic"}
         if SHARED in self.params:
-            params, opt_state = {SHARED: params}, {SHARED: opt_state}
-        return TrainState(params, opt_state, critic)
+            trees = {name: {SHARED: tree} for name, tree in trees.items()}
+        return TrainState(**trees, critic=critic)
 
 
 class CriticState(struct.PyTreeNode):
@@ -146,9 +148,10 @@ def make_train_step(job: Job):
     """Builds the training half of an iteration.
 
     Returns: (`train_step(state, reference, episodes, key, lr_scale, role=None) -> (state, metrics)`, jitted, with the state
-    donated; `init(params) -> TrainState` from the initial weights). With `learner.offload`, everything but `state.params` is
-    stored in the host's memory between calls. With a role, i32[], the policy learns from the turns of that role: the advantages
-    of the others count as 0, so that only the KL and the entropy bonus act on them.
+    donated, which comes and goes without `sampler`; `init(params) -> TrainState` from the initial weights). With
+    `learner.offload`, everything but `state.params` is stored in the host's memory between calls. With a role, i32[], the
+    policy learns from the turns of that role: the advantages of the others count as 0, so that only the KL and the entropy
+    bonus act on them.
     """
     optimizers, updates = {}, {}
     for name, policy in job.policies.items():
@@ -160,11 +163,13 @@ def make_train_step(job: Job):
     def init(params) -> TrainState:
         trained = job.by_policy(PolicySetup.trainable, params)
         opt_state = job.by_policy(lambda policy, o, trained: _create_stored(policy, o.init, trained), optimizers, trained)
+        sampler = job.by_policy(PolicySetup.sampling_copy, trained) if job.config.rollout.overlap else None
         if not job.method.critic:
-            return TrainState(trained, opt_state)
+            return TrainState(trained, opt_state, sampler=sampler)
         create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
         critic = _create_stored(job.policy, create, params[SHARED])
-        return TrainState(trained, opt_state, CriticState(critic, _create_stored(job.policy, critic_optimizer.init, critic)))
+        stored = CriticState(critic, _create_stored(job.policy, critic_optimizer.init, critic))
+        return TrainState(trained, opt_state, stored, sampler)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, reference, episodes: Episodes, key, lr_scale, role=None):

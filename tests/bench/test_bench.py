@@ -105,11 +105,14 @@ def test_a_device_that_counts_its_memory_has_a_row():
 
 @pytest.mark.slow
 def test_train(bench, tmp_path):
-    small = "rollout.prompt_groups=8", "rollout.group_size=2", "env.max_turns=3", f"cache_dir={tmp_path}"
+    small = "rollout.prompt_groups=8", "rollout.group_size=2", "env.max_turns=3", f"cache_dir={tmp_path}", "rollout.overlap=1"
     rows = by_name(bench("train", "--repeats", "1", *small))
     rollout, update = starting(rows, "rollout, 8 x 2 episodes of 3 turns"), starting(rows, "update")
     assert rows["iteration"]["value"] == rollout["value"] + update["value"]
     assert min(rollout["limit_share"], update["limit_share"]) < rows["iteration"]["limit_share"]
+    overlapped = rows["iteration, overlapped"]
+    assert overlapped["ratio"] == pytest.approx(rows["iteration"]["value"] / overlapped["value"])
+    assert overlapped["limit_share"] == pytest.approx(max(rollout["value"], update["value"]) / overlapped["value"])
 
 
 def test_the_dictionary_loop_computes_the_same(bench, monkeypatch):
