@@ -18,6 +18,7 @@ MATTER = (
     "env.",
     "evaluation.",
     "policy.compute_dtype",
+    "rollout.constrain",
     "rollout.history_length",
     "rollout.prompt_limit",
     "rollout.response_limit",

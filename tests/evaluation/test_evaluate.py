@@ -236,7 +236,7 @@ def test_fields_that_an_evaluation_depends_on():
         return {name for name in default if settings[name] != default[name]}
 
     for change in ("env.tasks=two", "evaluation.temperature=0.4", "rollout.history_length=1", "rollout.stop=x",
-                   "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16"):  # fmt: skip
+                   "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16", "rollout.constrain=admissible"):  # fmt: skip
         assert changed(change) == {change.partition("=")[0]}
     for change in ("env.data=x", "env.workers=2", "evaluation.every=3", "mesh=data=1", "learner.lr=1"):
         assert not changed(change)
