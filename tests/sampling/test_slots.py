@@ -1,6 +1,5 @@
 """Continuous batching gives each request what `generate` gives its prompt alone, whoever is in the other slots."""
 
-import dataclasses
 import functools
 
 import jax
@@ -26,7 +25,7 @@ KEYS = jax.random.split(jax.random.key(3), EPISODES)
 
 def in_float32(decoding: Decoding) -> Decoding:
     """The same values in one type, so that the same programs serve all of them."""
-    return Decoding(*map(np.float32, dataclasses.astuple(decoding)))
+    return jax.tree.map(np.float32, decoding)
 
 
 PLAIN = in_float32(Decoding())
