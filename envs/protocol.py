@@ -108,7 +108,8 @@ class Expert(Protocol):
 
 @runtime_checkable
 class ListsActions(Protocol):
-    """Optional for a compiled environment: what can be done now. `Words` and with it `hgpo_jax.envs.play` list it."""
+    """Optional for a compiled environment: what can be done now, as `hgpo_jax.envs.play` lists it and
+    `rollout.constrain=admissible` samples it."""
 
     def admissible(self, state: Any) -> tuple[jax.Array, jax.Array]:
         """admissible(state) -> (which rows are admissible bool[.], their words i32[., A])"""

@@ -41,7 +41,7 @@ def pytest_collection_finish():
 
 
 def pytest_sessionfinish():
-    """pytest looks through everything twice more as it ends, and Python again, when nothing is left to be found."""
+    """Skips three collections of garbage as the session ends, which find nothing."""
     gc.freeze()
 
 

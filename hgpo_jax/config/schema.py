@@ -167,8 +167,8 @@ class RolloutConfig(Section):
     )
     store: int = field(
         0,
-        "agents and env.template=conversation: MiB, over all devices, for what conversations have read while others have "
-        "their slots (env.workers, rollout.decode_batch_size)",
+        "agents and env.template=conversation: MiB, over all devices and for each policy, that keep the keys and values of "
+        "conversations while others use their slots",
         ge=0,
     )
     ready_fraction: float = field(

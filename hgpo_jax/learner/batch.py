@@ -25,7 +25,7 @@ class TrainingBatch(struct.PyTreeNode):
     response_lengths: jax.Array  # i32[N]; 0 for a decision that does not count
     old_logp: jax.Array  # f32[N, R], under the sampler; with `learner.rollout_correction` under the policy before the update
     advantages: jax.Array  # f32[N], or f32[N, R] if each token has its own
-    margins: jax.Array | None = None  # of the advantages' shape, for losses that ask for them; None: they do not
+    margins: jax.Array | None = None  # f32[N] or f32[N, R], for losses that ask for them; None: they do not
     agents: jax.Array | None = None  # i32[N], the role of each decision; None if there is one role
     values: jax.Array | None = None  # f32[N], the critic's before the update; with three heads f32[N, 3]
     returns: jax.Array | None = None  # the critic's targets, of the same shape

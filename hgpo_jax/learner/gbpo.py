@@ -24,7 +24,7 @@ def gbpo_loss(
 
         target = 1 - clip_low + (clip_low + clip_high) sigmoid(margin / softness),
 
-    which is practically 1 + clip_high or 1 - clip_low with the default of the authors' scripts, and 1 for a margin of 0.
+    which is practically 1 + clip_high or 1 - clip_low with the default of the authors' scripts; for a margin of 0 their mean.
 
     margins: f32[N] or f32[N, R], how far the score of a response is above the median of its prompt group (`Estimate.margins`);
         from estimators without margins, their advantages. The rest as in `losses.policy_loss`.

@@ -61,7 +61,7 @@ def token_logprobs(
         chosen += (jnp.zeros((M, Q, words), jnp.uint32).at[index].set(batch.allowed, mode="drop"),)
 
     def logprobs_of_chunk(model: Qwen2, hidden: jax.Array, targets: jax.Array, allowed: jax.Array | None = None) -> Two:
-        logps = jax.nn.log_softmax(restrict(model.logits(hidden), allowed) / temperature)
+        logps = jax.nn.log_softmax(restrict(model.logits(hidden) / temperature, allowed))
         return gather_logprobs(logps, targets), -(jnp.exp(logps) * logps).sum(-1)
 
     width = max(1, min(Q, max_logits // (M * model.c.vocab_size)))  # predictions of each sequence at a time

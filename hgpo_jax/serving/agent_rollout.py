@@ -85,7 +85,6 @@ class AgentRunner:
         (model,) = models.values()  # an agent has one role
         self._command = command_of(env.command)
         self._preload = env.preload
-        self._forks = fork_server(self._command, env.command, env.preload) if env.preload else None
         try:
             import hgpo_jax.serving.uvicorn_server  # noqa: F401
         except ImportError as error:
@@ -110,6 +109,8 @@ class AgentRunner:
         self._slots = min(self._batch, rollout.decode_batch_size * mesh.shape["data"])
         self._at_a_time = env.workers or self._slots
         self.num_tasks, self.num_held_out_tasks = None, env.num_held_out_tasks or None
+        # Last, so that what is refused above leaves no process.
+        self._forks = fork_server(self._command, env.command, env.preload) if env.preload else None
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes.
@@ -215,9 +216,11 @@ def fork_server(command: list[str], text: str, preload: Sequence[str]) -> ForkSe
 
 
 def _environment() -> dict[str, str]:
-    """Returns a command's environment: an agent needs no accelerator, and must not use a proxy for this machine."""
+    """Returns a command's environment: an agent needs no accelerator, must not use a proxy for this machine, and asks nobody
+    but the policy."""
     local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
-    return os.environ | {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()}
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
+    return kept | {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()}
 
 
 def _path() -> str:

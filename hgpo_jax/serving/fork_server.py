@@ -3,8 +3,9 @@
     server = ForkServer(["agent.py", "argument"], ["openai"], os.environ)    # or ["-m", "my.agent", "argument"]
     process = server.start(os.environ | {"NAME": "value"}, output)           # like a subprocess.Popen
 
-What a program changes in its process ends with it, as if it had been started anew; it leads a session of its own. Only the
-modules are shared, as they are after their import. The server ends, and kills what runs, when the process that made it ends.
+What a program changes in its process ends with it; it leads a session of its own. Only the modules are shared, as they are
+after their import: a random generator or a client that one makes there is the same in every program. The server ends, and kills
+what runs, when the process that made it ends.
 
 This file is also the program of the server, which therefore imports the standard library alone.
 """
@@ -61,7 +62,7 @@ class ForkServer:
       preload: modules to import once.
       environment: the server's environment variables, which the import finds.
 
-    Raises ValueError, in a line that begins with a module's name, if it cannot be imported or starts a thread.
+    Raises ValueError, in a line that begins with a module's name, if it cannot be imported or starts a thread of Python's.
     """
 
     def __init__(self, program: Sequence[str], preload: Sequence[str], environment: Mapping[str, str]):
@@ -123,7 +124,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, str], str] | None:
         length, files, _, _ = socket.recv_fds(connection, NUMBER.size, 2)
         if not length:
             break
-        request = connection.recv(NUMBER.unpack(length)[0], socket.MSG_WAITALL)
+        request = _receive(connection, NUMBER.unpack(length)[0])
         output, parent = files[0], socket.socket(fileno=files[1])
         try:
             pid = os.fork()
@@ -149,12 +150,21 @@ def _serve(connection: socket.socket) -> tuple[dict[str, str], str] | None:
     return None
 
 
+def _receive(connection: socket.socket, size: int) -> bytes:
+    """Receives so many bytes, also where signals arrive between them; fewer if the connection ends."""
+    received = b""
+    while len(received) < size and (part := connection.recv(size - len(received))):
+        received += part
+    return received
+
+
 def _tell_codes(running: dict[int, socket.socket]) -> None:
     """Tells the exit codes of the programs that have ended."""
     with contextlib.suppress(ChildProcessError):  # none is left
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            with running.pop(ended[0]) as parent, contextlib.suppress(OSError):
-                parent.send(NUMBER.pack(os.waitstatus_to_exitcode(ended[1])))
+            if parent := running.pop(ended[0], None):  # not a process that an import has started
+                with parent, contextlib.suppress(OSError):
+                    parent.send(NUMBER.pack(os.waitstatus_to_exitcode(ended[1])))
 
 
 def _detach(output: int, parent: socket.socket) -> None:
@@ -176,7 +186,8 @@ def _become(program: list[str], environment: dict[str, str], folder: str) -> Non
         sys.modules["numpy"].random.seed()
     if program[0] == "-m":
         sys.argv = program[1:]
-        sys.modules.pop(program[1], None)  # it may be imported, of which runpy would warn
+        if not hasattr(sys.modules.get(program[1]), "__path__"):  # of a package runpy runs its __main__
+            sys.modules.pop(program[1], None)  # it may be imported, of which runpy would warn
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = program

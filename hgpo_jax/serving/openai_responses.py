@@ -252,7 +252,7 @@ class Responses(Dialect):
             return []
         whole = exchange.choices[0]
         told = token_logprobs(exchange, whole.tokens[begin:], whole.logp[begin:])
-        return [one | {"bytes": one["bytes"] or []} for one in told]  # the official client's type knows no unknown bytes
+        return [one | {"bytes": one["bytes"] or []} for one in told]  # the client requires a list
 
     def _text_item(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
         """Builds the item of an answer's text, with the part that holds it, if it is there."""

@@ -24,6 +24,9 @@ from hgpo_jax.utils.errors import ConfigError
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
 COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gbpo", "gdpo", "grpo", "hapo", "hbpo", "reinforce_pp_baseline", "rloo")
 
+# Losses whose clips are far narrower than an update moves the ratio, and the correction that begins it at 1 again.
+NARROW = {"gspo": "sequence", "kpo": "token"}
+
 
 def check_together(config: Config) -> None:
     """Rejects fields that are valid one by one, but not together. Raises ConfigError."""
@@ -154,6 +157,16 @@ def _check_loss(config: Config, method: Method) -> None:
         raise ConfigError(f"learner.rollout_correction={by_token}: {of} weighs whole responses; give sequence, or none")
     if loss in loss_table.WHOLE_RESPONSES and method.parts:
         raise ConfigError(f"{of}: weighs whole responses; the parts of an answer of method={config.method} differ")
+    if config.rollout.overlap and learner.rollout_correction == "none" and loss in NARROW:
+        raise ConfigError(
+            f"rollout.overlap=1: {of} clips ratios that one update already exceeds; give "
+            f"learner.rollout_correction={NARROW[loss]}, too"
+        )
+    if config.rollout.constrain == "admissible" and loss == "hapo":
+        raise ConfigError(
+            f"rollout.constrain=admissible: {of} compares how uncertain tokens are, and many have no choice; leave one of the "
+            "two out"
+        )
     options = loss_table.options(learner, method)
     for field in loss_table.FIELDS:
         value, default = getattr(learner, field), LearnerConfig.model_fields[field].default

@@ -122,6 +122,7 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
                 else AgentRunner(config, models, tokenizer, mesh)
             )
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
+            runner.close()
             say(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
     except ValueError as error:
         raise ConfigError(str(error)) from None

@@ -29,6 +29,7 @@ FREE_TO_CHANGE = (
     "log.",
     "evaluation.",
 )
+FIXED = ("rollout.overlap",)  # fields that decide what a checkpoint holds
 HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
 PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first one holds its result
 # Files that a run writes at its end; a policy is written only after the last checkpoint is complete.
@@ -122,13 +123,13 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
     changed = {
         name: f"{name}={now} (the run began with {name}={before})"
         for name, (before, now) in differ.items()
-        if not name.startswith(FREE_TO_CHANGE) and name not in allowed
+        if not name.startswith(FREE_TO_CHANGE) and (name not in allowed or name in FIXED)
     }
     if changed:
-        raise ConfigError(
-            f"{', '.join(changed.values())}: give what the run in {folder} began with, another run_dir, or "
-            f"{' '.join(f'--allow-change {name}' for name in changed)}"
-        )
+        ways = [f"what the run in {folder} began with", "another run_dir"]
+        if flags := " ".join(f"--allow-change {name}" for name in changed if name not in FIXED):
+            ways.append(flags)
+        raise ConfigError(f"{', '.join(changed.values())}: give {', '.join(ways[:-1])}{',' * (len(ways) > 2)} or {ways[-1]}")
 
 
 def began_with(folder: Path) -> dict:

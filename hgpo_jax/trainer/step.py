@@ -189,10 +189,11 @@ def make_train_step(job: Job):
             values, final_values = values_of_episodes(predict, batch, episodes, order, count)
             batch = batch.replace(values=values)
         estimate = _estimate(job, episodes, batch.values, final_values)
-        batch = batch.replace(advantages=_flat(_learned_advantages(job, estimate, episodes, role)))
+        by_token = _by_token(job, estimate, episodes.responses.shape[-1])
+        batch = batch.replace(advantages=_flat(_of_learning_role(by_token, episodes, role)))
         if "margins" in parameters(name_of(job.config.learner, job.method))[0]:
-            of_advantages = _by_token(job, estimate, episodes.responses.shape[-1])
-            batch = batch.replace(margins=_flat(of_advantages if estimate.margins is None else estimate.margins))
+            margins = by_token if estimate.margins is None else estimate.margins
+            batch = batch.replace(margins=_flat(_of_learning_role(margins, episodes, role)))
 
         kept = happened if estimate.keep is None else _flat(estimate.keep)
         learned = kept & ~unfinished if job.config.learner.unfinished == "mask" else kept
@@ -213,13 +214,12 @@ def make_train_step(job: Job):
     return train_step, init
 
 
-def _learned_advantages(job: Job, estimate: advantages.Estimate, e: Episodes, role) -> jax.Array:
-    """Returns the advantages to learn from, f32[B, T] or by token f32[B, T, R]: 0 in turns of roles that do not learn."""
-    by_token = _by_token(job, estimate, e.responses.shape[-1])
+def _of_learning_role(values: jax.Array, e: Episodes, role) -> jax.Array:
+    """Returns what to learn from, f32[B, T] or by token f32[B, T, R]: 0 in turns of roles that do not learn."""
     if role is None:
-        return by_token
+        return values
     learns = e.agents == role
-    return jnp.where(learns.reshape(learns.shape + (1,) * (by_token.ndim - 2)), by_token, 0.0)
+    return jnp.where(learns.reshape(learns.shape + (1,) * (values.ndim - 2)), values, 0.0)
 
 
 def _make_shared_update(updates: dict):

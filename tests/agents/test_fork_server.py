@@ -81,6 +81,28 @@ def test_a_program_ends_as_one_that_is_started_anew(folder):
     server.close()
 
 
+def test_a_package_whose_modules_were_imported(folder):
+    (folder / "mine").mkdir()
+    (folder / "mine/__init__.py").write_text("print('begun')\n")
+    (folder / "mine/tools.py").write_text("name = 'tools'\n")
+    (folder / "mine/__main__.py").write_text("import mine.tools\nprint(mine.tools.name, __name__)\n")
+    server = ForkServer(["-m", "mine"], ["mine.tools"], os.environ)
+    assert ran(server) == ran(server) == (0, ["tools __main__"])
+    server.close()
+
+
+def test_a_process_that_an_import_has_started_may_end(folder):
+    (folder / "starts.py").write_text(
+        "import os, subprocess\nchild = subprocess.Popen(['sh', '-c', 'until [ -e go ]; do sleep 0.01; done; mkdir gone'])\n"
+    )
+    server = ForkServer(["agent.py"], ["starts"], os.environ)
+    (folder / "go").touch()
+    while not (folder / "gone").exists():
+        time.sleep(0.01)
+    assert [ran(server)[0] for _ in range(3)] == [0, 0, 0] and not server.ended
+    server.close()
+
+
 def alive(pid: int) -> bool:
     """Whether a process runs; one that has been killed may still wait for its parent."""
     try:
@@ -99,9 +121,9 @@ def wait_for(path) -> int:
 @pytest.mark.parametrize("how", ["killed", "closed"])
 def test_what_runs_is_killed_with_its_children(folder, how, monkeypatch):
     (folder / "agent.py").write_text(
-        "import subprocess, sys, time\n"
+        "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "open('pid', 'w').write(str(child.pid))\ntime.sleep(600)\n"
+        "open('new', 'w').write(str(child.pid))\nos.rename('new', 'pid')\ntime.sleep(600)\n"
     )
     server, session = ForkServer(["agent.py"], ["json"], os.environ), Session("x", 1)
     if how == "killed":

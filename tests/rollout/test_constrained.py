@@ -66,11 +66,11 @@ def test_every_action_is_admissible_and_the_record_says_what_else_could_have_bee
 def test_the_trainer_sees_the_samplers_log_probabilities():
     model = nnx.merge(network(MODEL), cloned())
     logprobs = jax.jit(lambda batch, temperature: token_logprobs(model, batch, temperature=temperature))
-    for temperature in (TEMPERATURE, 0.0):
+    for temperature in (TEMPERATURE, 0.7, 0.0):
         batch = training_batch(play(temperature=temperature))
         logp, entropy = logprobs(batch, temperature or 1.0)
         np.testing.assert_allclose(logp, batch.old_logp, atol=1e-5)
-        assert np.asarray(logp).max() < 1e-6 and (np.asarray(entropy) >= 0).all()
+        assert np.asarray(logp).max() < 1e-6 and (np.asarray(entropy) >= 0).all()  # which no NaN is
     free, _ = logprobs(batch.replace(allowed=None), 1.0)
     assert (logp - free).max() > 0.1  # the tokens left out had probability
     in_chunks, _ = jax.jit(functools.partial(token_logprobs, model, max_logits=1))(batch)
@@ -88,5 +88,7 @@ def test_what_lists_no_actions_is_refused():
     config = load(None, ["rollout.constrain=admissible", "env.name=household_text"])
     with refused("rollout.constrain=admissible: env.name=household_text is played in text"):
         check_together(config)
+    with refused("rollout.constrain=admissible: method=hapo compares how uncertain tokens are"):
+        check_together(load(None, ["rollout.constrain=admissible", "method=hapo"]))
     with refused("rollout.constrain=admissible: HouseholdPlan does not list its actions"):
         CompiledRunner(config, HouseholdPlan(), {}, None, mesh_of("data=1"))

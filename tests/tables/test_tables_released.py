@@ -35,6 +35,9 @@ RELEASED = {
     "rollout.prompt_limit": 4096,  # H data.max_prompt_length
     "rollout.response_limit": 512,  # H data.max_response_length
     "rollout.stop": ("<|endoftext|>",),  # vLLM ends where Qwen2.5's generation_config.json does: there, and at eos_token
+    "rollout.constrain": "none",
+    "rollout.overlap": 0,  # rollout and update take turns
+    "rollout.store": 0, "env.preload": (),  # not read
     "rollout.ready_fraction": 1.0,  # all environments in step
     "rollout.thinking": None,  # Qwen2.5's template has no switch
     "reward.source": "",  # the environment's alone

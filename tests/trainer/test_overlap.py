@@ -158,6 +158,9 @@ def test_what_does_not_overlap_is_refused():
         check_together(load(None, ["rollout.overlap=1", "learner.offload=true"]))
     with refused("rollout.overlap=2: must be less than or equal to 1", ConfigError):
         load(None, ["rollout.overlap=2"])
+    with refused("rollout.overlap=1: method=gspo clips ratios that one update already exceeds; give", ConfigError):
+        check_together(load(None, ["rollout.overlap=1", "method=gspo"]))
+    check_together(load(None, ["rollout.overlap=1", "method=gspo", "learner.rollout_correction=sequence"]))
     check_together(load(None, ["rollout.overlap=1"]))
 
 

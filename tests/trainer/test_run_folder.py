@@ -177,6 +177,9 @@ def test_all_fields_that_differ_are_named_and_allowed_by_name(tmp_path):
     with pytest.raises(ConfigError, match=r"^env\.places=7 \(the run began with env\.places=6\): give"):
         check_unchanged(other, folder, ("learner.lr", "seed"))
     check_unchanged(other, folder, ("learner.lr", "seed", "env.places"))
+    other = configuration.load(None, ["seed=3", "learner.lr=0.5", "rollout.overlap=1"])
+    with pytest.raises(ConfigError, match=r"^rollout\.overlap=1 \(the run began with [^:]*: give .* or another run_dir$"):
+        check_unchanged(other, folder, ("rollout.overlap",))
     with pytest.raises(ConfigError, match=r"learner\.lrr: no such field"):
         check_unchanged(other, folder, ("learner.lrr",))
 
