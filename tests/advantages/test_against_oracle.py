@@ -7,6 +7,7 @@ import numpy_oracle
 import pytest
 from batches import GAMMA, PENALTY, T, batches, dense, further_arrays, ordinary
 from hypothesis import given, settings
+from numpy_steps import Steps
 
 from hgpo_jax.advantages import ESTIMATORS, estimate, parameters
 
@@ -77,7 +78,7 @@ def run(name, options, batch):
     options = {**options, **{k: v for k, v in {"gamma": GAMMA, "invalid_penalty": PENALTY}.items() if k in known}}
     further = further_arrays(batch, arrays)
     record = estimate(name, **batch, **further, **options)
-    return record, getattr(numpy_oracle, name)(numpy_oracle.Steps(**batch), **further, **options), further
+    return record, getattr(numpy_oracle, name)(Steps(**batch), **further, **options), further
 
 
 def close(found, expected, rtol=2e-4, atol=2e-5):
@@ -97,7 +98,7 @@ def compare(name, options, batch):
     assert not np.asarray(record.returns)[~batch["mask"]].any()
     if name in RETURNS and not np.mod(batch["rewards"][batch["mask"]], 1).any():
         # The penalty is only where it fell: it is no part of the returns before.
-        np.testing.assert_array_equal(record.returns, dense(numpy_oracle.Steps(**batch).returns(GAMMA, PENALTY)))
+        np.testing.assert_array_equal(record.returns, dense(Steps(**batch).returns(GAMMA, PENALTY)))
     if record.levels:
         weighted = np.sum(np.asarray(record.level_weights) * np.asarray(record.level_advantages), -1)
         assert record.level_sizes.shape == (*weighted.shape, len(record.levels))
@@ -106,11 +107,11 @@ def compare(name, options, batch):
     if name == "eb_gae":
         compare_shrinkage(record, batch)
     if name == "gbpo":
-        close(record.margins, numpy_oracle.gbpo_margins(numpy_oracle.Steps(**batch), **options, invalid_penalty=PENALTY))
+        close(record.margins, numpy_oracle.gbpo_margins(Steps(**batch), **options, invalid_penalty=PENALTY))
 
 
 def compare_shrinkage(record, batch):
-    data, history_length = numpy_oracle.Steps(**batch), record.levels[-1]
+    data, history_length = Steps(**batch), record.levels[-1]
     returns = data.returns(GAMMA)
     value, tau2, s2 = numpy_oracle.eb_shrink(data, returns, history_length)
     np.testing.assert_allclose(record.stats["tau2"], tau2, rtol=1e-4, atol=1e-5)

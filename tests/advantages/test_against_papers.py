@@ -9,6 +9,7 @@ import numpy as np
 import numpy_oracle
 import pytest
 from batches import GAMMA, PENALTY, B, T, dense
+from numpy_steps import Steps
 from oracle_from_papers import kalman_filtered, kpo_objective
 
 from hgpo_jax.advantages import estimate, parameters
@@ -22,7 +23,7 @@ def both(name, batch, **options):
     common = {field: batch[field] for field in ("rewards", "mask", "states", "groups", "invalid")}
     further = {name: batch[name] for name in arrays}
     found = estimate(name, **common, **further, **options).advantages
-    return found, dense(getattr(numpy_oracle, name)(numpy_oracle.Steps(**common), **further, **options))
+    return found, dense(getattr(numpy_oracle, name)(Steps(**common), **further, **options))
 
 
 def episodes(paths, rewards, success=None, after=None, groups=None, invalid=(), actions=None):
