@@ -12,6 +12,7 @@ from hgpo_jax.bench import __main__ as command
 from hgpo_jax.bench import advantages, attention, limits, policy_options, sample
 from hgpo_jax.policy import initialize
 from hgpo_jax.policy.attention import attend_all
+from tests.helpers.clocks import set_clock
 
 TINY = ["--policy", "household", "--layers", "3", "--repeats", "1"]
 PEER = ("--against", "transformers")
@@ -177,7 +178,7 @@ def test_on_an_accelerator_the_hosts_torch_is_no_peer(monkeypatch, refused, name
 
 def test_calls_are_timed_by_turns_and_the_first_round_apart(monkeypatch):
     now, order = [0.0], []
-    monkeypatch.setattr(limits.time, "perf_counter", lambda: now[0])
+    set_clock(monkeypatch, limits, perf_counter=lambda: now[0])
 
     def call(name, *seconds):
         left = list(seconds)

@@ -9,6 +9,7 @@ import pytest
 from hgpo_jax.bench import __main__ as command
 from hgpo_jax.bench import accelerator
 from hgpo_jax.config import load
+from tests.helpers.clocks import set_clock
 
 PART = """
 import json, sys, time
@@ -30,7 +31,7 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(bench, tmp_path, mo
     monkeypatch.setattr(accelerator, "PARTS", {what: f"bench {what}" for what in ("fails", "works", "hangs", "late")})
     monkeypatch.setattr(accelerator, "TINY", {"bench": ""})
     monkeypatch.setattr(accelerator, "SHARE", 1)
-    seen, spent, part, clock = [], [0], accelerator.part, time.monotonic
+    seen, spent, part = [], [0], accelerator.part
 
     def noted(command, seconds):
         file = tmp_path / "rows.json"
@@ -40,7 +41,7 @@ def test_a_part_that_fails_or_hangs_costs_the_others_nothing(bench, tmp_path, mo
         return part(command, seconds)
 
     monkeypatch.setattr(accelerator, "part", noted)
-    monkeypatch.setattr(time, "monotonic", lambda: clock() + spent[0])
+    set_clock(monkeypatch, accelerator, monotonic=lambda: time.monotonic() + spent[0])
     rows = {row["name"]: row for row in bench("accelerator", "--minutes", "5", "--tiny")}
     assert seen == [0, 1, 2]  # rows are written after every part
     assert "fails: exit code 1: no such kernel" in rows

@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 
 import jax
 import pytest
@@ -11,13 +10,14 @@ import pytest
 from hgpo_jax.utils import heartbeat
 from hgpo_jax.utils.heartbeat import COMPILE, COMPILING, DURATIONS, LOG, Heartbeat, phase
 from hgpo_jax.utils.progress import quiet, say
+from tests.helpers.clocks import set_clock
 
 
 @pytest.fixture
 def clock(monkeypatch):
     """Seconds, as a heartbeat sees them; its own thread does not look."""
     seconds = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds[0])
+    set_clock(monkeypatch, heartbeat, perf_counter=lambda: seconds[0])
     monkeypatch.setattr(Heartbeat, "_watch", lambda self: None)
     return seconds
 

@@ -2,11 +2,12 @@
 
 from hgpo_jax.utils import progress
 from hgpo_jax.utils.progress import Progress
+from tests.helpers.clocks import set_clock
 
 
 def test_plain_lines_where_there_is_no_terminal(monkeypatch, capsys):
     now = iter([100.0, 104.0, 105.5, 106.0, 106.1])
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: next(now))
+    set_clock(monkeypatch, progress, perf_counter=lambda: next(now))
     with Progress("training", 9, "it", done=4, plain="iteration") as shown:
         for i in range(5):
             shown.update(1, {"success": f"0.{i}"}, seconds=2)
