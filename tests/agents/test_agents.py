@@ -194,6 +194,7 @@ def test_mistakes_are_one_line(tmp_path):
     for field, message in (
         ("env.command=", "env.command=: env.name=agent needs the command"),
         ("env.command=nowhere/agent --x", "env.command=nowhere/agent --x: there is no program nowhere/agent"),
+        ("env.command=python3 nowhere.py --x", "env.command=python3 nowhere.py --x: there is no file nowhere.py in "),
         ("env.command=a 'b", "env.command=a 'b: No closing quotation"),
         ("policy.tokenizer=", "env.name=agent needs a language model; give policy="),
         ("warm_start=cloning", "warm_start=cloning: env.name=agent has no expert to clone"),
