@@ -61,6 +61,8 @@ def run(args: argparse.Namespace) -> list[dict]:
         raise ConfigError(f"--chip {args.chip}: --compile {args.compile} says for which; leave out one")
     if args.compile and any(role.has_weights for role in config.roles.values()):
         raise ConfigError(f"--compile {args.compile}: compiles for one policy; leave out roles.*.policy and lora_rank")
+    if config.rollout.mesh:
+        raise ConfigError(f"rollout.mesh={config.rollout.mesh}: one mesh is planned at a time; leave it out")
     mesh: Mesh | AbstractMesh
     try:
         if args.compile:
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> list[dict]:
     planned = memory.peak(phases)
     rows.append(size("peak on each device, planned", planned, share(planned)))
     if limit:
-        memory.refuse_too_large(config, phases, planned, limit)
+        memory.refuse_too_large(f"mesh={config.mesh}", phases, planned, limit)
     if args.compile:
         for name, lower, beside in Programs(config, mesh, workload, sum(phases["always"].values())):
             try:
@@ -92,7 +94,7 @@ def run(args: argparse.Namespace) -> list[dict]:
             # The program's own inputs count as its arguments; everything else that lives at the same time is added.
             needed = limits.compiled_bytes(compiled) + beside
             rows.append(size(f"{name}, compiled for {args.compile}", needed, share(needed)))
-            memory.refuse_too_large(config, phases, needed, memory.CHIPS[chip])
+            memory.refuse_too_large(f"mesh={config.mesh}", phases, needed, memory.CHIPS[chip])
     return rows + (_hours(args, config, mesh, workload, chip) if chip else [])
 
 

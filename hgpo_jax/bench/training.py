@@ -24,7 +24,7 @@ from hgpo_jax.config import cli
 from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.rollout.environments import max_turns
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import Job, PolicySetup, build
+from hgpo_jax.setup.job import Job, PolicySetup, build, job_meshes, open_devices
 from hgpo_jax.trainer.metrics import rollout_metrics
 from hgpo_jax.trainer.step import make_train_step, sample
 
@@ -39,8 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Returns rows; a limit_share is of the machine's rates."""
-    job = build(cli.load_config(args))
-    config, iteration = job.config, Iteration(job)
+    open_devices()
+    config = cli.load_config(args)
+    job = build(config, *job_meshes(config))
+    iteration = Iteration(job)
     rates = limits.measure_rates(job.mesh, config.policy.compute_dtype)
     calls = {"rollout": iteration.rollout, "update": iteration.update}
     if config.rollout.overlap:

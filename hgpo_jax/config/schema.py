@@ -186,6 +186,11 @@ class RolloutConfig(Section):
         ge=0,
         le=1,
     )
+    mesh: str = field(
+        "",
+        "with overlap: the mesh of the rollouts, as in data=1, on the last devices, so that rollout and update run side by "
+        "side; empty: `mesh`, where they take turns",
+    )
 
 
 class RewardConfig(Section):

@@ -63,6 +63,11 @@ def play_held_out(
     Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, transcripts: with a seed all of
       them, else the first of each task type and, if there are few types, the next ones).
     """
+    with job.on_rollout_mesh():
+        return _play_held_out(job, params, decoding, seed, in_order, validation)
+
+
+def _play_held_out(job: Job, params, decoding: Decoding, seed: int | None, in_order: bool, validation: bool):
     runner = job.runner
     count = num_evaluated(job) if seed is None else job.config.evaluation.episodes
     key = stream_key("validation_samples", 0) if validation else jax.random.key(seed or 0)

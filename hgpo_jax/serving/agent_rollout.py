@@ -199,8 +199,9 @@ def command_of(text: str) -> list[str]:
         raise ConfigError('env.command=: env.name=agent needs the command of an episode, as in env.command="python agent.py"')
     if shutil.which(words[0], path=_path()) is None:
         raise ConfigError(f"env.command={text}: there is no program {words[0]}")
-    if Path(words[0]).name.startswith("python") and len(words) > 1 and not words[1].startswith("-") and not Path(words[1]).exists():
-        raise ConfigError(f"env.command={text}: there is no file {words[1]} in {Path.cwd()}")
+    program, file = Path(words[0]).name, (words[1:] or ["-"])[0]
+    if program.startswith("python") and not file.startswith("-") and not Path(file).exists():
+        raise ConfigError(f"env.command={text}: there is no file {file} in {Path.cwd()}")
     return words
 
 

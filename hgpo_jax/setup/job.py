@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.advantages import parameters
 from hgpo_jax.config import Config
@@ -19,8 +20,8 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.loss_table import check_loss_numbers
 from hgpo_jax.learner.methods import FIRST_SIGNAL, Method, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
-from hgpo_jax.policy.mesh import make_mesh
-from hgpo_jax.policy.placement import cast, storage_shardings
+from hgpo_jax.policy.mesh import make_mesh, parse_mesh
+from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import Makers, backend, environment
@@ -47,6 +48,7 @@ class PolicySetup:
     settings: the run's configuration with what the policy's roles change in it.
     initial: the initial weights, random unless pretrained ones are configured; training keeps its own copy.
     model: the sizes of the network that samples and learns, with the adapters that LoRA adds to the initial weights.
+    rollout_mesh: where rollouts read the parameters; None: where they are learned.
     """
 
     name: str
@@ -54,6 +56,7 @@ class PolicySetup:
     mesh: Mesh
     initial: Policy
     model: ModelConfig
+    rollout_mesh: Mesh | None = None
 
     def trainable(self, params) -> dict:
         """Returns what training changes: a copy of the weights, or with LoRA adapters that change nothing yet."""
@@ -63,11 +66,18 @@ class PolicySetup:
 
     def rollout_params(self, trained, reference) -> dict:
         """Returns a rollout's parameters: the trained weights, or with LoRA the reference policy's with trained adapters."""
-        return self.compute_copy(lora.bind(reference, trained) if self.model.lora else trained)
+        return self._on_rollout_mesh(self.compute_copy(lora.bind(reference, trained) if self.model.lora else trained))
 
     def sampling_copy(self, trained) -> dict:
         """Returns what `rollout_params` reads of the trained weights, in memory of its own: an update donates them."""
-        return jax.tree.map(lambda cast, a: jnp.copy(a) if cast is a else cast, self.compute_copy(trained), trained)
+        copy = jax.tree.map(lambda cast, a: jnp.copy(a) if cast is a else cast, self.compute_copy(trained), trained)
+        return self._on_rollout_mesh(copy)
+
+    def _on_rollout_mesh(self, params) -> dict:
+        """Moves parameters to the mesh of the rollouts; those that are there are not copied."""
+        if self.rollout_mesh is None:
+            return params
+        return jax.device_put(params, shardings_like(params, self.model, self.rollout_mesh))
 
     def merged_params(self, trained, reference) -> dict:
         """Returns the weights of an equivalent policy without adapters.
@@ -96,6 +106,7 @@ class PolicySetup:
 class Job:
     """Everything built from a Config: mesh, policies, environment, rollout, rewards.
 
+    mesh: that of the updates and, unless there is a `rollout_mesh`, of the rollouts.
     policies: by name, one unless roles have policies of their own (`config/policies.py`). Parameters are dicts by these names.
     tokenizer: that of all policies.
     runner: makes rollouts in the configured environment.
@@ -108,6 +119,7 @@ class Job:
     tokenizer: Any  # of transformers
     runner: Runner
     reward: Reward | None = None
+    rollout_mesh: Mesh | None = None
 
     @property
     def policy(self) -> PolicySetup:
@@ -117,6 +129,16 @@ class Job:
     def by_policy(self, call: Callable, *trees: dict[str, Any]) -> dict[str, Any]:
         """Returns by name the results of `call(policy, *trees)`, with each policy's part of the trees."""
         return {name: call(policy, *(tree[name] for tree in trees)) for name, policy in self.policies.items()}
+
+    def on_rollout_mesh(self):
+        """Returns a context in which arrays are made, and programs run, on the mesh of the rollouts."""
+        return contextlib.nullcontext() if self.rollout_mesh is None else jax.set_mesh(self.rollout_mesh)
+
+    def to_update(self, episodes: Episodes) -> Episodes:
+        """Moves episodes from the mesh of the rollouts to that of the updates, on every device of it."""
+        if self.rollout_mesh is None:
+            return episodes
+        return jax.device_put(episodes, NamedSharding(self.mesh, PartitionSpec()))
 
     def close(self) -> None:
         """Ends the processes of environments and reward functions."""
@@ -203,7 +225,8 @@ class Job:
     def abstract_episodes(self) -> Episodes:
         """Returns the shapes of one iteration's episodes without computing anything."""
         params = jax.eval_shape(self.base_rollout_params, self.given_params)
-        e = self.runner.abstract_episodes(params, self.episode_inputs(0))
+        with self.on_rollout_mesh():
+            e = self.runner.abstract_episodes(params, self.episode_inputs(0))
         if not self.signals:
             return e
         return e.replace(signals=jax.ShapeDtypeStruct((*e.mask.shape, len(self.signals)), jnp.float32))
@@ -239,10 +262,34 @@ def prepare_devices(config: Config, multiprocess: bool = False) -> Mesh:
     return job_mesh(config)
 
 
+def job_meshes(config: Config) -> tuple[Mesh, Mesh | None]:
+    """Returns the mesh of the updates and, with `rollout.mesh`, that of the rollouts, which has the last devices.
+
+    Raises ConfigError as `job_mesh`.
+    """
+    if not config.rollout.mesh:
+        return job_mesh(config), None
+    devices, spec = jax.devices(), config.rollout.mesh
+    try:
+        count = math.prod(parse_mesh(spec, len(devices)).values())
+        if "-1" in spec or spec == "auto" or count == len(devices) or jax.process_count() > 1:
+            raise ValueError(
+                f"takes {count} of {len(devices)} devices; give sizes that leave some for the update, in a single process"
+            )
+        rollout_mesh = make_mesh(spec, devices[-count:])
+    except ValueError as error:
+        raise ConfigError(f"rollout.mesh={spec}: {error}") from None
+    check_shards(f"rollout.mesh={spec}", config, rollout_mesh)
+    try:
+        return job_mesh(config, devices[:-count]), rollout_mesh
+    except ConfigError as error:
+        raise ConfigError(f"{error} (rollout.mesh={spec} takes {count})") from None
+
+
 @phase("opening the devices")
-def job_mesh(config: Config) -> Mesh:
-    """Returns the configured mesh over the open devices. Raises ConfigError if it does not fit them or the batch."""
-    devices, spec = jax.devices(), config.mesh
+def job_mesh(config: Config, devices: list | None = None) -> Mesh:
+    """Returns the configured mesh over the open devices, or these. Raises ConfigError if it does not fit them or the batch."""
+    devices, spec = devices or jax.devices(), config.mesh
     episodes = config.rollout.prompt_groups * config.rollout.group_size
     if spec == "auto":
         # The largest number of devices that can share the episodes equally.
@@ -257,26 +304,36 @@ def job_mesh(config: Config) -> Mesh:
         mesh = make_mesh(spec, devices)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
-    if episodes % shards:
-        raise ConfigError(
-            f"mesh={config.mesh}: data x fsdp = {shards} does not divide the {episodes} episodes of an iteration "
-            f"(rollout.prompt_groups x rollout.group_size)"
-        )
+    check_shards(f"mesh={config.mesh}", config, mesh)
     return mesh
 
 
-def check_memory(config: Config, mesh: Mesh) -> ModelConfig:
+def check_shards(given: str, config: Config, mesh: Mesh) -> None:
+    """Raises ConfigError if a mesh does not divide the episodes of an iteration."""
+    episodes, shards = config.rollout.prompt_groups * config.rollout.group_size, mesh.shape["data"] * mesh.shape["fsdp"]
+    if episodes % shards:
+        raise ConfigError(
+            f"{given}: data x fsdp = {shards} does not divide the {episodes} episodes of an iteration "
+            f"(rollout.prompt_groups x rollout.group_size)"
+        )
+
+
+def check_memory(config: Config, mesh: Mesh, rollout_mesh: Mesh | None = None) -> ModelConfig:
     """Returns the policy's sizes. Raises ConfigError if they are invalid or, after printing the memory plan, too large."""
+    beside = {}
     try:
         workload = memory.workload_of(config, mesh)
-        phases = memory.bytes_of_run(config, mesh)
+        if rollout_mesh is None:
+            phases = memory.bytes_of_run(config, mesh)
+        else:
+            phases, beside[f"rollout.mesh={config.rollout.mesh}"] = memory.bytes_apart(config, mesh, rollout_mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if mesh.local_devices[0].platform == "cpu":
         memory.add_checkpoint(phases)
     if limit := memory.device_limit(mesh.local_devices):
-        memory.refuse_too_large(config, phases, memory.peak(phases), limit)
+        for given, part in {f"mesh={config.mesh}": phases, **beside}.items():
+            memory.refuse_too_large(given, part, memory.peak(part), limit)
     return workload.model
 
 
@@ -308,7 +365,7 @@ def adapted_model(config: Config, policy: Policy) -> ModelConfig:
     return dataclasses.replace(policy.config, lora=lora)
 
 
-def make_policies(config: Config, shared: Policy, mesh: Mesh) -> dict[str, PolicySetup]:
+def make_policies(config: Config, shared: Policy, mesh: Mesh, rollout_mesh: Mesh | None) -> dict[str, PolicySetup]:
     """Returns the policies of a run by name. shared: that of policy=, which one or more of them begin from.
 
     Raises ConfigError for a policy that cannot be read or has a different tokenizer.
@@ -327,7 +384,8 @@ def make_policies(config: Config, shared: Policy, mesh: Mesh) -> dict[str, Polic
                     f"roles.{name}.policy={source}: has another tokenizer than policy.source={config.policy.source}; "
                     "all roles need the same, give policy= one of their family"
                 )
-        policies[name] = PolicySetup(name, policy_config, mesh, initial, adapted_model(policy_config, initial))
+        model = adapted_model(policy_config, initial)
+        policies[name] = PolicySetup(name, policy_config, mesh, initial, model, rollout_mesh)
     return policies
 
 
@@ -363,8 +421,8 @@ def work_of(config: Config) -> str:
 
 
 @phase("preparing policy and environment", says_end=False)
-def build(config: Config, mesh: Mesh | None = None) -> Job:
-    """Builds a job, on `prepare_devices(config)` if no mesh is given.
+def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = None) -> Job:
+    """Builds a job, on `prepare_devices(config)` if no mesh is given. rollout_mesh: `Job.rollout_mesh`.
 
     Raises ConfigError for a configuration that cannot work, before any real computation.
     """
@@ -379,17 +437,17 @@ def build(config: Config, mesh: Mesh | None = None) -> Job:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # the user's setting of jax's own variable wins
         jax.config.update("jax_compilation_cache_dir", str(compiled))
     makers = text_makers(config)  # first, so that missing files are reported before weights are read
-    policy = make_policy(config, check_memory(config, mesh), mesh)
-    policies = make_policies(config, policy, mesh)
+    policy = make_policy(config, check_memory(config, mesh, rollout_mesh), mesh)
+    policies = make_policies(config, policy, mesh, rollout_mesh)
     models = {name: setup.model for name, setup in policies.items()}
-    runner = make_runner(config, makers, models, policy.tokenizer, mesh)
+    runner = make_runner(config, makers, models, policy.tokenizer, rollout_mesh or mesh)
     pretrained = any(setup.settings.policy.source for setup in policies.values())
     if config.warm_start == "cloning" and pretrained and not runner.has_expert():
         raise ConfigError(
             f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play pretrained "
             "weights could learn; give warm_start=none"
         )
-    job = Job(config, mesh, policies, policy.tokenizer, runner)
+    job = Job(config, mesh, policies, policy.tokenizer, runner, rollout_mesh=rollout_mesh)
     if config.reward.source:
         job = dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes()))
     check_signals(job)

@@ -116,6 +116,17 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
     }
 
 
+def bytes_apart(config: Config, mesh, rollout_mesh) -> tuple[dict, dict]:
+    """Like `bytes_of_run`, but of devices that only learn and of those of `rollout.mesh`, which only sample."""
+    alone = config.model_copy(update={"rollout": config.rollout.model_copy(update={"overlap": 0})})
+    learning, sampling = bytes_of_run(alone, mesh), bytes_of_run(alone, rollout_mesh)
+    size, always = jnp.dtype(config.policy.compute_dtype).itemsize, sampling["always"]
+    kept = {"weights that sample": always["parameters"] // PARAM_BYTES * size, "episodes": always["episodes"]}
+    if config.lora.rank:
+        kept["reference policy"] = always["reference policy"]
+    return learning | {"sampling": {}}, {"always": kept, "sampling": sampling["sampling"] | {"compute copy": 0}, "update": {}}
+
+
 def add_checkpoint(phases: dict[str, dict[str, int]]) -> None:
     """Adds the state that is being written as a checkpoint, for devices that are processors.
 
@@ -322,11 +333,14 @@ def table(bytes_by_phase: dict[str, dict[str, int]]) -> str:
     return "\n".join([*lines, f"  peak on each device                {peak(bytes_by_phase) / GiB:9.3f} GiB"])
 
 
-def refuse_too_large(config: Config, phases: dict[str, dict[str, int]], needed: int, limit: int) -> None:
-    """Raises ConfigError, after printing the table, if a device with `limit` bytes has less than the needed memory."""
+def refuse_too_large(mesh: str, phases: dict[str, dict[str, int]], needed: int, limit: int) -> None:
+    """Raises ConfigError, after printing the table, if a device with `limit` bytes has less than the needed memory.
+
+    mesh: as it was given, field=value.
+    """
     if needed > USABLE * limit:
         say(table(phases))
         raise ConfigError(
-            f"mesh={config.mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take more devices "
+            f"{mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take more devices "
             "for fsdp or tensor, a smaller learner.microbatch_size or rollout.decode_batch_size, or learner.remat=full"
         )

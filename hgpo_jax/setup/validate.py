@@ -80,6 +80,8 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
         raise ConfigError(
             f"rollout.constrain=admissible: env.name={env.name} is played in text, whose answers are free; leave it out"
         )
+    if config.rollout.mesh and not config.rollout.overlap:
+        raise ConfigError(f"rollout.mesh={config.rollout.mesh}: needs rollout.overlap=1, else half would be idle")
     if config.rollout.overlap and config.learner.offload:
         raise ConfigError(
             f"rollout.overlap={config.rollout.overlap}: with learner.offload=true the update's arrays would be on the devices "

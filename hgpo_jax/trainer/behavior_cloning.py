@@ -191,15 +191,17 @@ def clone(job: Job) -> dict:
     reference = job.by_policy(lambda policy, params: policy.compute_copy(params) if policy.model.lora else None, initial)
     trained = job.by_policy(PolicySetup.trainable, initial)
     practice_numbers = settings.episodes + jnp.arange(job.batch)
-    practice = job.runner.select_tasks("warm_start", config.start_seed, practice_numbers)
-    groups = jnp.arange(job.batch, dtype=jnp.int32)
     # Random commands are cloned for their form, not for their success.
     aim, stop_at = ("success", settings.stop_at) if job.runner.has_expert() else ("admissible", ADMISSIBLE)
 
     def practised(trained, step: int) -> float:
-        keys = jax.random.split(jax.random.fold_in(stream_key("practice", config.start_seed), step), job.batch)
-        decoding = Decoding(temperature=config.rollout.temperature)
-        episodes, report = job.runner.rollout(job.rollout_params(trained, reference), practice, keys, groups, decoding)
+        params = job.rollout_params(trained, reference)
+        with job.on_rollout_mesh():
+            groups = jnp.arange(job.batch, dtype=jnp.int32)
+            practice = job.runner.select_tasks("warm_start", config.start_seed, settings.episodes + groups)
+            keys = jax.random.split(jax.random.fold_in(stream_key("practice", config.start_seed), step), job.batch)
+            decoding = Decoding(temperature=config.rollout.temperature)
+            episodes, report = jax.device_get(job.runner.rollout(params, practice, keys, groups, decoding))
         if aim == "success" or report is None:
             return float(episodes.success.mean())
         return 1 - report.counts["inadmissible"] / max(int(episodes.mask.sum()), 1)

@@ -205,7 +205,9 @@ def compile_ahead(job: Job, train_step, state):
     with jax.set_mesh(job.mesh):  # a mesh applies only to the thread that set it
         reference = describe(job.reference_copy(job.given_params))
         with phase("tracing the rollout", says_end=False):
-            job.runner.compile(describe(job.base_rollout_params(job.given_params)), job.episode_inputs(0))
+            params = describe(job.base_rollout_params(job.given_params))
+            with job.on_rollout_mesh():
+                job.runner.compile(params, job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())
         abstract = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole)  # noqa: E731
         role = learning_role(job, 0)

@@ -17,14 +17,14 @@ from hgpo_jax.config.cli import REFUSED
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.policy import Policy, model_card
 from hgpo_jax.policy.chat_template import ChatFrame
-from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import backend, environment
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_mesh, open_devices, work_of
+from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_meshes, open_devices, work_of
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
@@ -79,10 +79,10 @@ def train(
         )
         return folder
     check_loggers(config)
-    mesh = job_mesh(config)
+    meshes = job_meshes(config)
     with Interruption(exits) as stop:
         try:
-            run(config, mesh, folder, resuming, stop, on_iteration)
+            run(config, meshes, folder, resuming, stop, on_iteration)
         except Interrupted as signal:
             say(f"stopped by {signal}: {_describe_saved(config, stop, place, resuming)}")
             raise
@@ -106,13 +106,16 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
     config = find_run(fields, resume, allowed).config
     check_together(config)
     try:
-        mesh = make_mesh("auto") if config.mesh == "auto" else abstract_mesh(config.mesh)
+        mesh = job_meshes(config)[0] if config.mesh == "auto" else abstract_mesh(config.mesh)
         entry = environment(config.env)
         if backend(config) == "compiled_text" and config.env.compiled is None:  # it would write the tables of its games
             config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
         makers = None if backend(config) == "compiled" or entry.text is None else entry.text(config)
         models = {name: memory.workload_of(each, mesh).model for name, each in memory.configs_by_policy(config).items()}
-        phases = memory.bytes_of_run(config, mesh)
+        plans = [(mesh, memory.bytes_of_run(config, mesh))]
+        if config.rollout.mesh:
+            apart = abstract_mesh(config.rollout.mesh)
+            plans = list(zip((mesh, apart), memory.bytes_apart(config, mesh, apart), strict=True))
         if makers or entry.agent:
             source = config.policy.tokenizer or config.policy.source
             tokenizer = load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
@@ -126,7 +129,8 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
             say(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    say(f"memory on each of {mesh.size} devices, mesh {dict(mesh.shape)}:\n{memory.table(phases)}")
+    for each, phases in plans:
+        say(f"memory on each of {each.size} devices, mesh {dict(each.shape)}:\n{memory.table(phases)}")
 
 
 def check_loggers(config: Config) -> None:
@@ -137,7 +141,7 @@ def check_loggers(config: Config) -> None:
 
 def run(
     config: Config,
-    mesh: Mesh,
+    meshes: tuple[Mesh, Mesh | None],
     folder: Path,
     resuming: bool,
     stop: Interruption,
@@ -145,7 +149,7 @@ def run(
 ) -> None:
     """Runs everything that follows the parsing of the arguments."""
     with contextlib.ExitStack() as held:
-        job = build(config, mesh)
+        job = build(config, *meshes)
         held.callback(job.close)
 
         def take() -> tuple[int, list[str], list[str]]:
@@ -164,10 +168,12 @@ def run(
 def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: list[str], changes: list[str]) -> None:
     """Says what is about to be trained, on what, and what was found in the folder."""
     config = job.config
-    used, there = job.mesh.size, len(jax.devices())
+    rollouts = job.rollout_mesh
+    used, there = job.mesh.size + (rollouts.size if rollouts else 0), len(jax.devices())
     devices = f"{f'{used} of ' * (used < there)}{there} {jax.devices()[0].platform} device{'s' if there > 1 else ''}"
     count = sum(a.size for a in jax.tree.leaves(job.given_params))
-    say(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}")
+    apart = f", rollouts on a mesh of their own, {dict(rollouts.shape)}" if rollouts else ""
+    say(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}{apart}")
 
     if config.env.workers and isinstance(job.runner, TextRunner):
         limit = f"an answer may take {config.env.time_limit:g} s (env.time_limit)"

@@ -73,10 +73,11 @@ def rehearse(config: Config) -> None:
     with _sigterm_raises(), contextlib.ExitStack() as at_end:
         at_end.callback(shutil.rmtree, folder)
         stages, unseen = _prepare(config, folder)
+        devices = sum(math.prod(_axes(mesh).values()) for mesh in (config.mesh, config.rollout.mesh) if mesh)
         try:
             for number, (title, command) in enumerate(stages, 1):
                 print(f"[{number}/{len(stages)}] {title}", file=sys.stderr, flush=True)
-                seconds = _run(title, command, math.prod(_axes(config.mesh).values()), folder)
+                seconds = _run(title, command, devices, folder)
                 print(f"    {seconds:.0f} s", file=sys.stderr, flush=True)
         except RunError:
             at_end.pop_all()  # its message names a log in the folder
@@ -134,7 +135,9 @@ def smaller(config: Config, axes: dict[str, int]) -> dict:
     for name in _counted(config):
         section, field = name.split(".")
         fields[section][field] = min(fields[section][field], MOST[name])
-    shards, rollout, learner = axes["data"] * axes["fsdp"], fields["rollout"], fields["learner"]
+    apart = _axes(config.rollout.mesh) if config.rollout.mesh else axes
+    shards = math.lcm(axes["data"] * axes["fsdp"], apart["data"] * apart["fsdp"])
+    rollout, learner = fields["rollout"], fields["learner"]
     rollout["prompt_groups"] = shards // math.gcd(shards, rollout["group_size"]) * (1 if shards > 2 else 2)
     episodes = rollout["prompt_groups"] * rollout["group_size"]
     rollout["decode_batch_size"] = min(rollout["decode_batch_size"], max(1, episodes // axes["data"] // 2))

@@ -22,6 +22,7 @@ FREE_TO_CHANGE = (
     "mesh",
     "iterations",
     "rollout.decode_batch_size",
+    "rollout.mesh",
     "rollout.store",
     "learner.microbatch_size",
     "env.workers",

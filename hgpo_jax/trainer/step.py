@@ -52,6 +52,12 @@ def sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict],
     Raises RunError if every episode of a host rollout failed (for a compiled one `Alarms` raises it, because it waits for the
     metrics), and if roles learn in turns and a role other than the first one acts first.
     """
+    with job.on_rollout_mesh():
+        result, sums, counts = _sample(job, params, iteration)
+    return RolloutResult(job.to_update(result.episodes), result.report), sums, counts
+
+
+def _sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict], dict[str, float]]:
     settings = job.config.rollout
     if not job.method.dynamic_sampling:
         result, of_one = _rewarded_rollout(job, params, iteration)

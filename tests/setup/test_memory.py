@@ -110,9 +110,9 @@ def test_the_command_prints_the_plan_and_refuses_what_does_not_fit(monkeypatch, 
 def test_the_peak_is_that_of_the_larger_phase_and_a_part_of_the_memory_stays_free(capsys):
     phases = {"always": {"a": 2}, "sampling": {"b": 3, "c": 1}, "update": {"d": 1}}
     assert memory.peak(phases) == 6
-    memory.refuse_too_large(load(), phases, 92, 100)
+    memory.refuse_too_large("mesh=auto", phases, 92, 100)
     with pytest.raises(ConfigError, match=r"^mesh=auto: needs "):
-        memory.refuse_too_large(load(), phases, 93, 100)
+        memory.refuse_too_large("mesh=auto", phases, 93, 100)
     assert "peak on each device" in capsys.readouterr().out
 
 
@@ -121,7 +121,7 @@ def test_processors_hold_the_state_again_while_a_checkpoint_is_written(offload, 
     """An update beside the writer needs parameters, moments and critic once more."""
     config, mesh = load(None, ["method=ppo", f"learner.offload={offload}"]), make_mesh("data=1", jax.devices()[:1])
     before, planned = memory.bytes_of_run(config, mesh), []
-    monkeypatch.setattr(memory, "refuse_too_large", lambda config, phases, needed, limit: planned.append(phases))
+    monkeypatch.setattr(memory, "refuse_too_large", lambda mesh, phases, needed, limit: planned.append(phases))
     model = job.check_memory(config, mesh)
     weights = 4 * sum(a.size for a in jax.tree.leaves(shapes(model)))
     more = sum(planned[0]["update"].values()) - sum(before["update"].values())

@@ -1,5 +1,6 @@
 """Rollouts that overlap with learning (`rollout.overlap=1`): a run against the same iterations by hand, and its resumption."""
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -15,10 +16,12 @@ import hgpo_jax
 from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.optimizer import lr_scale
+from hgpo_jax.policy import LoraConfig, initialize
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup import job, memory
 from hgpo_jax.setup.job import PolicySetup
 from hgpo_jax.setup.validate import check_together
-from hgpo_jax.trainer import loop, main
+from hgpo_jax.trainer import loop
 from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.trainer.interruption import Interruption
 from hgpo_jax.trainer.loop import learning_role
@@ -33,11 +36,12 @@ FAST = (*TINY, "learner.lr=1e-2", "learner.warmup_steps=0", "rollout.overlap=1")
 TEXT = ("env.name=household_text", "rollout.prompt_limit=128", "rollout.response_limit=16", "learner.rollout_correction=token",
         "learner.minibatch_size=1024")  # fmt: skip
 TEAM = ("env.name=household_team", "roles.searcher.policy=own", "learner.rollout_correction=token")
+APART = "rollout.mesh=data=1"  # the last device; the update has the first
 SETTINGS = {
     "compiled, a critic": ("method=ppo",),
-    "text, corrected": TEXT,
-    "bfloat16": ("policy.compute_dtype=bfloat16", "learner.rollout_correction=sequence"),
-    "a team": TEAM,
+    "text, corrected": (*TEXT, APART),
+    "bfloat16": ("policy.compute_dtype=bfloat16", "learner.rollout_correction=sequence", APART),
+    "a team": (*TEAM, APART),
 }
 
 
@@ -45,8 +49,7 @@ SETTINGS = {
 def cache(tmp_path_factory):
     before = jax.sharding.get_mesh()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (job, main):
-            patch.setattr(module, "job_mesh", lambda config: mesh_of())
+        patch.setattr(job, "job_mesh", lambda config, devices=None: mesh_of())
         yield tmp_path_factory.mktemp("cache")
     jax.set_mesh(before)
 
@@ -56,7 +59,7 @@ def config_of(cache, *fields):
 
 
 def by_hand(config, folder):
-    """Metrics of each iteration; the policies are saved in the folder."""
+    """Metrics of each iteration, all on one mesh; the policies are saved in the folder."""
     here = job.build(config, mesh_of())
     params = here.given_params
     train_step, init = make_train_step(here)
@@ -156,12 +159,60 @@ def test_a_checkpoint_holds_the_weights_that_sample_where_they_are_others():
 def test_what_does_not_overlap_is_refused():
     with refused("while episodes are sampled, and nothing saved; leave one", ConfigError):
         check_together(load(None, ["rollout.overlap=1", "learner.offload=true"]))
+    with refused("rollout.mesh=data=1: needs rollout.overlap=1", ConfigError):
+        check_together(load(None, [APART]))
     with refused("rollout.overlap=2: must be less than or equal to 1", ConfigError):
         load(None, ["rollout.overlap=2"])
     with refused("rollout.overlap=1: method=gspo clips ratios that one update already exceeds; give", ConfigError):
         check_together(load(None, ["rollout.overlap=1", "method=gspo"]))
     check_together(load(None, ["rollout.overlap=1", "method=gspo", "learner.rollout_correction=sequence"]))
     check_together(load(None, ["rollout.overlap=1"]))
+
+
+def test_rollouts_have_the_last_devices_for_themselves():
+    of = lambda *fields: job.job_meshes(load(None, ["rollout.overlap=1", *fields]))  # noqa: E731
+    assert of() == (job.job_mesh(load()), None)
+    learn, play = of("mesh=data=2,tensor=2", "rollout.mesh=data=2,fsdp=2")
+    assert [list(mesh.devices.flat) for mesh in (learn, play)] == [jax.devices()[:4], jax.devices()[4:]]
+    assert of("rollout.mesh=fsdp=4")[0].size == 4  # mesh=auto has the others
+    for fields, message in (
+        (["rollout.mesh=data=8"], "rollout.mesh=data=8: takes 8 of 8 devices; give sizes that leave some"),
+        (["rollout.mesh=auto"], "rollout.mesh=auto: takes 8 of 8 devices; give sizes"),
+        (["rollout.mesh=rows=1"], "rollout.mesh=rows=1: mesh='rows=1': expected auto or each of data, fsdp"),
+        (["rollout.mesh=data=3"], "rollout.mesh=data=3: data x fsdp = 3 does not divide the 256 episodes"),
+        (["mesh=data=8", APART], "all (rollout.mesh=data=1 takes 1)"),
+    ):
+        with refused(message, ConfigError):
+            of(*fields)
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(2, 4.0)])
+def test_weights_and_episodes_are_moved_between_the_meshes(lora):
+    model, learn, play = dataclasses.replace(MODEL, lora=lora), mesh_of(), make_mesh("fsdp=2", jax.devices()[-2:])
+    params = initialize(MODEL, 0, learn)
+    policy = PolicySetup(SHARED, load(None, ["rollout.overlap=1"]), learn, SimpleNamespace(config=MODEL), model, play)
+    trained = policy.trainable(params)
+    copy = policy.sampling_copy(trained)
+    for there, here in ((copy, trained), (policy.rollout_params(copy, params), policy.rollout_params(trained, params))):
+        jax.tree.map(np.testing.assert_array_equal, there, here)
+        assert {device for a in jax.tree.leaves(there) for device in a.sharding.device_set} == set(play.devices.flat)
+    here = job.Job(policy.settings, learn, {SHARED: policy}, None, None, rollout_mesh=play)
+    with here.on_rollout_mesh():
+        made = jax.jit(lambda: jnp.arange(4))()
+        assert made.sharding.device_set == set(play.devices.flat)
+    assert here.to_update(made).sharding.device_set == set(learn.devices.flat)
+
+
+@pytest.mark.parametrize("lora", [(), ("lora.rank=2",)])
+def test_the_memory_plan_of_devices_that_only_learn_or_only_sample(lora):
+    config = load(None, ["rollout.overlap=1", "policy.compute_dtype=bfloat16", *lora])
+    alone = load(None, ["policy.compute_dtype=bfloat16", *lora])
+    learn, play = memory.bytes_apart(config, mesh_of(), make_mesh("data=2", jax.devices()[-2:]))
+    whole = memory.bytes_of_run(alone, mesh_of())
+    assert learn == whole | {"sampling": {}}
+    assert play["update"] == {} and play["always"]["weights that sample"] == whole["always"]["parameters"] // 2
+    assert set(play["always"]) == {"weights that sample", "episodes", *(["reference policy"] if lora else [])}
+    assert play["sampling"]["key-value cache"] > 0 == play["sampling"]["compute copy"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
