@@ -34,7 +34,7 @@ def gbpo_loss(
     """
     mask = mask.astype(bool)
     log_ratio = losses.log_ratios(logp, old_logp, mask)
-    ratio = jnp.exp(jnp.clip(log_ratio, -losses.MAX_LOG_RATIO, losses.MAX_LOG_RATIO))
+    ratio = losses.ratios(log_ratio)
     # As 2 sigmoid(x) - 1 = tanh(x / 2), whose 0 is exact: a ratio of 1 with a margin of 0 is at its target, with a gradient of
     # 0. That of jax's absolute value would be 1.
     tanh = jnp.tanh(losses.by_token(margins) / (2 * softness))

@@ -45,7 +45,7 @@ def hapo_loss(
     low = clip_low * (1 - clip_slope * jnp.minimum(h, 0))
     high = clip_high * (1 + clip_slope * jnp.maximum(h, 0))
     log_ratio = losses.log_ratios(logp, old_logp, mask)
-    ratio = jnp.exp(jnp.clip(log_ratio, -losses.MAX_LOG_RATIO, losses.MAX_LOG_RATIO))
+    ratio = losses.ratios(log_ratio)
     inside = (1 - low / 2 < ratio) & (ratio < 1 + high / 2)
     shaped = losses.by_token(advantages) * jnp.where(inside == (h <= 0), 1 + advantage_slope * h, 1.0)
     loss, stats = losses.clipped_surrogate(log_ratio, shaped, mask, low, high, dual_clip)

@@ -236,7 +236,7 @@ def rollout_correction(
         log_ratio, counted = jnp.sum(by_token, axis=-1, keepdims=True), jnp.any(mask, axis=-1, keepdims=True)
     elif level != "token":
         raise ValueError(f"level={level!r}: give token or sequence")
-    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = ratios(log_ratio)
     weights = jnp.minimum(ratio, cap)
     mean = lambda values, counted: jnp.sum(jnp.where(counted, values, 0.0)) / jnp.maximum(counted.sum(), 1)  # noqa: E731
     weight = mean(weights, counted)
@@ -274,6 +274,11 @@ def log_ratios(new_logp: jax.Array, old_logp: jax.Array, mask: jax.Array) -> jax
     return jnp.where(mask, new_logp, 0.0) - jnp.where(mask, old_logp, 0.0)
 
 
+def ratios(log_ratio: jax.Array) -> jax.Array:
+    """Returns exp(log_ratio), of log-ratios clipped to MAX_LOG_RATIO on either side."""
+    return jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+
+
 def clipped_surrogate(
     log_ratio: jax.Array,
     advantages: jax.Array,
@@ -289,7 +294,7 @@ def clipped_surrogate(
     if advantages.ndim == log_ratio.ndim - 1:
         advantages = advantages[:, None]
     advantages = jnp.where(mask, advantages, 0.0)
-    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    ratio = ratios(log_ratio)
     loss = jnp.maximum(-advantages * ratio, -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high))
     negative = advantages < 0
     flags = {
@@ -312,7 +317,7 @@ def _approx_kl(log_ratio: jax.Array) -> jax.Array:
 
 def ratio_stats(log_ratio: jax.Array, mask: jax.Array) -> Stats:
     """Computes the statistics `ratio` and `approx_kl` of a loss that does not clip; `log_ratio` is 0 outside the mask."""
-    values = {"ratio": jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)), "approx_kl": _approx_kl(log_ratio)}
+    values = {"ratio": ratios(log_ratio), "approx_kl": _approx_kl(log_ratio)}
     return {name: reduce_tokens(value, mask, "token-mean") for name, value in values.items()}
 
 
