@@ -46,8 +46,8 @@ def household_team(args):
 
 def household_subgoals(args):
     """The household whose agent says what it is about before it acts, in its own words."""
+    from hgpo_jax.envs.compiled_as_text import Words
     from hgpo_jax.envs.household import HouseholdSubgoals
-    from hgpo_jax.envs.words import Words
 
     return Words(_sized(HouseholdSubgoals, args)), args.seed
 
@@ -98,7 +98,7 @@ def own_environment(args):
     compiled = hasattr(env, "observation_length")
     _refuse_incomplete(args.name, functools.partial(hasattr, env), members(CompiledEnv if compiled else TextEnv))
     if compiled:
-        from hgpo_jax.envs.words import Words  # jax, as above
+        from hgpo_jax.envs.compiled_as_text import Words  # jax, as above
 
         env = Words(env)
     return env, args.seed % len(env) if hasattr(env, "__len__") else args.seed

@@ -12,7 +12,7 @@ import numpy as np
 from hgpo_jax.envs.alfworld.compiled import CompiledAlfworld
 from hgpo_jax.envs.alfworld.expert import expert_action
 from hgpo_jax.envs.alfworld.tables import compile_games
-from hgpo_jax.envs.words import one_cpu
+from hgpo_jax.envs.compiled_as_text import one_cpu
 
 
 class Following:

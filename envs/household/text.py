@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from hgpo_jax.envs.compiled_as_text import Words
 from hgpo_jax.envs.household import expert, world
 from hgpo_jax.envs.household.env import Household, State
 from hgpo_jax.envs.household.team import SEARCHER, HouseholdTeam
-from hgpo_jax.envs.words import Words
 
 
 class HouseholdText(Words):

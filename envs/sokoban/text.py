@@ -7,8 +7,8 @@ observation, commands, reward, done, info = env.step("left")
 
 from __future__ import annotations
 
+from hgpo_jax.envs.compiled_as_text import Words
 from hgpo_jax.envs.sokoban import expert
-from hgpo_jax.envs.words import Words
 
 LETTERS = "-#.$*@+"  # floor, wall, target, box, box on target, agent, agent on target, as `env.py` numbers them
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.bench import duration, limits
-from hgpo_jax.bench.targets import target_of
+from hgpo_jax.bench.compile_targets import target_of
 from hgpo_jax.bench.update import learner_step, random_batch
 from hgpo_jax.config import Config, cli
 from hgpo_jax.config.policies import SHARED

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from hgpo_jax import config as configuration
 from hgpo_jax.check import compiled, text
-from hgpo_jax.check.statistics import GROUP, table, warnings
+from hgpo_jax.check.play import GROUP, table, warnings
 from hgpo_jax.config import Config, cli
 from hgpo_jax.envs.command_line import printable, whole_number
 from hgpo_jax.policy.chat_template import ChatFrame

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.advantages import state_ids
-from hgpo_jax.check.statistics import GROUP, Play, Report
+from hgpo_jax.check.play import GROUP, Play, Report
 from hgpo_jax.envs.protocol import CompiledEnv, ListsActions, ListsGames, OwnPrompts, TimeLimited
 from hgpo_jax.rollout.compiled import start_episode
 from hgpo_jax.rollout.compiled_prompts import make_prompt, prompt_length, role_of

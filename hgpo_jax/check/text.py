@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hgpo_jax.check.statistics import GROUP, Play, Report
+from hgpo_jax.check.play import GROUP, Play, Report
 from hgpo_jax.envs.protocol import BegunTextEnv, TextEnv
 from hgpo_jax.policy.answers import find_action
 from hgpo_jax.rollout.chat_prompts import PromptInput

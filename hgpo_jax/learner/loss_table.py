@@ -25,8 +25,8 @@ from hgpo_jax.learner import losses
 from hgpo_jax.learner.fiber import fiber_loss
 from hgpo_jax.learner.gbpo import gbpo_loss
 from hgpo_jax.learner.hapo import hapo_loss
+from hgpo_jax.learner.hicra_egpo import egpo_loss, hicra_loss
 from hgpo_jax.learner.methods import Method
-from hgpo_jax.learner.planning import egpo_loss, hicra_loss
 from hgpo_jax.utils.errors import ConfigError, one_line
 from hgpo_jax.utils.untraceable import untraceable
 

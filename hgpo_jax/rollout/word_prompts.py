@@ -1,6 +1,6 @@
 """The compiled rollout's prompts and answers for a host rollout: fixed slots, one token per word.
 
-With `hgpo_jax.envs.words.Words` a host rollout has exactly the prompts, samples and actions of the compiled one.
+With `hgpo_jax.envs.compiled_as_text.Words` a host rollout has exactly the prompts, samples and actions of the compiled one.
 """
 
 from __future__ import annotations

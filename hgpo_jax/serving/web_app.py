@@ -32,8 +32,8 @@ from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving.anthropic_messages import CountBody, Messages
+from hgpo_jax.serving.branches import parent_of, path, prompt_ids
 from hgpo_jax.serving.dialect import Dialect
-from hgpo_jax.serving.earlier_answers import parent_of, path, prompt_ids
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
 from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions

@@ -11,7 +11,7 @@ import pytest
 
 from hgpo_jax.check import text
 from hgpo_jax.check.__main__ import check, main
-from hgpo_jax.check.statistics import GROUP, Play, table, warnings
+from hgpo_jax.check.play import GROUP, Play, table, warnings
 from hgpo_jax.config import cli, load
 from hgpo_jax.rollout import requirements
 from tests.helpers.chat_tokenizers import byte_tokenizer

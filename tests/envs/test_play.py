@@ -15,12 +15,12 @@ from webshop_tiny import write
 from hgpo_jax.envs import command_line
 from hgpo_jax.envs import play as playing
 from hgpo_jax.envs.alfworld import load_game
+from hgpo_jax.envs.compiled_as_text import Words
 from hgpo_jax.envs.household import Household, HouseholdSubgoals, HouseholdTeam
 from hgpo_jax.envs.household.text import HouseholdTeamText, HouseholdText
 from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.envs.webshop.text import WebshopText
-from hgpo_jax.envs.words import Words
 from tests.envs.test_user_code import COMPILED, TEXT
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -23,8 +23,8 @@ def main(devices: str, *fields: str) -> None:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
+    from hgpo_jax.bench.compile_targets import target_of
     from hgpo_jax.bench.limits import compiled_bytes
-    from hgpo_jax.bench.targets import target_of
     from hgpo_jax.config import load
     from hgpo_jax.setup.job import build, make_runner
     from hgpo_jax.trainer.loop import learning_role

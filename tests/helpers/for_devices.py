@@ -55,7 +55,7 @@ def look(text: str, layers: int, vocabulary: int, parts: int, width: int, tokens
 def main(name: str, devices: str, spec: str, program: str, layers: str) -> None:
     from hgpo_jax import config
     from hgpo_jax.bench import limits, plan
-    from hgpo_jax.bench.targets import target_of
+    from hgpo_jax.bench.compile_targets import target_of
     from hgpo_jax.setup import memory
 
     played = [f"data={GAMES}", "env.split=valid_train", "env.compiled=true", f"policy.tokenizer={DATA / 'qwen2.5'}"]

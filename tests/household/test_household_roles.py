@@ -11,9 +11,9 @@ from household_play import quick_jit
 from plain_household import PlainHousehold
 from plain_roles import PLACES_NAMED, PlainPlan, PlainTeam
 
+from hgpo_jax.envs.compiled_as_text import Words
 from hgpo_jax.envs.household import HouseholdPlan, HouseholdSubgoals, HouseholdTeam, world
 from hgpo_jax.envs.household.text import HouseholdTeamText
-from hgpo_jax.envs.words import Words
 from hgpo_jax.rollout.tasks import task_keys
 
 SIX = {

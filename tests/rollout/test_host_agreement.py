@@ -10,8 +10,8 @@ from household_policy import ACT, END, ENV, MODEL, K, cloned
 
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config.policies import SHARED
+from hgpo_jax.envs.compiled_as_text import Words
 from hgpo_jax.envs.household.text import HouseholdText
-from hgpo_jax.envs.words import Words
 from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.chat_prompts import PromptInput
 from hgpo_jax.rollout.compiled import Program, make_rollout

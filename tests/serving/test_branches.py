@@ -11,7 +11,7 @@ import pytest
 from hgpo_jax import analysis
 from hgpo_jax import config as configuration
 from hgpo_jax.rollout.result import RolloutReport
-from hgpo_jax.serving.earlier_answers import parent_of, path, prompt_ids
+from hgpo_jax.serving.branches import parent_of, path, prompt_ids
 from hgpo_jax.serving.recording import Recording
 from hgpo_jax.serving.requests import Conversation
 from hgpo_jax.serving.sessions import OpenSessions, RewardRequest, Session, Turn

@@ -5,7 +5,7 @@ import re
 import pytest
 from tokenizers import AddedToken
 
-from hgpo_jax.serving.earlier_answers import parent_of, prompt_ids
+from hgpo_jax.serving.branches import parent_of, prompt_ids
 from hgpo_jax.serving.requests import Conversation
 from hgpo_jax.serving.sessions import OpenSessions, Turn
 from hgpo_jax.serving.text import ServedText

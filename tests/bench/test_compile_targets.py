@@ -9,7 +9,7 @@ from jax.experimental import topologies
 
 from hgpo_jax.bench import __main__ as bench
 from hgpo_jax.bench import plan
-from hgpo_jax.bench.targets import GPUS, TPUS, Target, target_of
+from hgpo_jax.bench.compile_targets import GPUS, TPUS, Target, target_of
 from hgpo_jax.config import cli
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.setup import memory
@@ -63,7 +63,7 @@ def test_every_target_has_the_memory_of_its_chip():
 PROGRAM = """
 import sys, jax
 from jax.sharding import NamedSharding, PartitionSpec
-from hgpo_jax.bench.targets import target_of
+from hgpo_jax.bench.compile_targets import target_of
 mesh, chip, options = target_of(sys.argv[1] + ":2", "fsdp=-1")
 a = jax.ShapeDtypeStruct((64, 64), "bfloat16", sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
 print(jax.jit(lambda a: jax.numpy.sort(a @ a)).lower(a).compile(compiler_options=options).as_text())

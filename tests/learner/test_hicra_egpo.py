@@ -8,8 +8,8 @@ from flax import nnx
 from hgpo_jax.config import LearnerConfig, load
 from hgpo_jax.learner import losses
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.hicra_egpo import egpo_loss, hicra_loss
 from hgpo_jax.learner.methods import METHODS
-from hgpo_jax.learner.planning import egpo_loss, hicra_loss
 from hgpo_jax.learner.update import make_policy_loss, token_logprobs
 from hgpo_jax.policy import network
 from hgpo_jax.setup.validate import check_together
@@ -67,7 +67,7 @@ def test_an_environment_without_plans_is_refused():
 
 
 @pytest.mark.slow
-def test_planning_tokens_are_the_parts_before_the_action():
+def test_hicra_egpo_tokens_are_the_parts_before_the_action():
     rng = np.random.default_rng(0)
     rows = TrainingBatch(
         prompts=rng.integers(0, WORDS, (4, 3)), prompt_lengths=np.full(4, 3), responses=rng.integers(0, WORDS, (4, 3)),
