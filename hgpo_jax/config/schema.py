@@ -163,7 +163,7 @@ class RolloutConfig(Section):
     constrain: Literal["none", "admissible"] = field(
         "none",
         "admissible: sample only what can still become an admissible action, and learn with these probabilities; for a "
-        "compiled environment played in its own words, which lists its actions",
+        "compiled environment played in its own words, which lists its actions, and for text with env.template=plain",
     )
     store: int = field(
         0,

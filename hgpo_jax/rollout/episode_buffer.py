@@ -85,6 +85,10 @@ class EpisodeBuffer:
         e.truncated[episode] = used_up or not output.done
         return False
 
+    def commands(self, episode: int) -> Sequence[str]:
+        """Returns what can be done now in an episode."""
+        return self._latest[episode].commands
+
     def truncated(self, episode: int) -> bool:
         """Whether a time limit has ended an episode."""
         return bool(self._episodes.truncated[episode])
@@ -110,10 +114,18 @@ class EpisodeBuffer:
         chat = turns[self._unshown[episode, output.role] :]
         return PromptInput(output.goal, history, len(turns), output.observation, output.commands, chat)
 
-    def add_response(self, prompt: Prompt, response: SlotResponse, parsed: ParsedResponse, ended: bool) -> tuple[str, ...]:
+    def add_response(
+        self,
+        prompt: Prompt,
+        response: SlotResponse,
+        parsed: ParsedResponse,
+        ended: bool,
+        allowed: np.ndarray | None = None,
+    ) -> tuple[str, ...]:
         """Adds a response to its episode's prompt; returns all the episode's actions including the new one (`matched`).
 
-        ended: whether the response ended with an end token.
+        ended: whether the response ended with an end token. allowed: u32[n, W], what each of its tokens could be, if that was
+        constrained.
         """
         episode, e, length = response.episode, self._episodes, len(response.tokens)
         turn = self.turn(episode)
@@ -122,6 +134,8 @@ class EpisodeBuffer:
         e.responses[episode, turn, :length] = response.tokens
         e.response_lengths[episode, turn] = length
         e.logp[episode, turn, :length] = response.logp
+        if e.allowed is not None:
+            e.allowed[episode, turn, :length] = allowed
         e.mask[episode, turn] = True
         e.agents[episode, turn] = self._latest[episode].role
         e.invalid[episode, turn] = not parsed.well_formed

@@ -72,13 +72,19 @@ class Episodes(struct.PyTreeNode):
     signals: jax.Array | None = None  # f32[B, T, S], the signals beside the reward (`rollout/signals.py`); None without any
 
     @classmethod
-    def zeros(cls, batch: int, max_turns: int, prompt_slots: int, response_slots: int, signals: int = 0) -> Episodes:
-        """Makes episodes of NumPy arrays in which nothing happened, with observations of one slot."""
-        size = {"B": batch, "T": max_turns, "P": prompt_slots, "R": response_slots, "O": 1, "S": signals}
-        dtype = {"i": np.int32, "f": np.float32, "b": bool}
+    def zeros(
+        cls, batch: int, max_turns: int, prompt_slots: int, response_slots: int, signals: int = 0, words: int = 0
+    ) -> Episodes:
+        """Makes episodes of NumPy arrays in which nothing happened, with observations of one slot.
+
+        signals, words: S and W, 0 for episodes without `signals` or `allowed`.
+        """
+        size = {"B": batch, "T": max_turns, "P": prompt_slots, "R": response_slots, "O": 1, "S": signals, "W": words}
+        dtype = {"i": np.int32, "f": np.float32, "b": bool, "u": np.uint32}
         arrays: dict[str, Any] = {
             name: np.zeros([size[dimension] for dimension in shape], dtype[kind])
-            for name, (kind, shape) in (KINDS | {"signals": OPTIONAL_KINDS["signals"]} if signals else KINDS).items()
+            for name, (kind, shape) in (KINDS | OPTIONAL_KINDS).items()
+            if name in KINDS or size[shape[-1]]
         }
         return cls(**arrays)
 

@@ -32,6 +32,7 @@ from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.shared_workers import SharedWorkers
 from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
+from hgpo_jax.sampling.constraint import sets_of
 from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.sampling.slot_plan import SlotRequest
@@ -54,6 +55,7 @@ class TextSettings:
     ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
     reuse: whether a prompt that begins with the last one of its episode is computed from there on (`held_prefixes.py`).
     store: bytes to keep what episodes have read when others take their slots; with `reuse`.
+    words: W of `Episodes.allowed`, if only answers with an admissible command are sampled; 0: anything is.
     """
 
     batch: int
@@ -66,6 +68,7 @@ class TextSettings:
     ready_fraction: float = 1.0
     reuse: bool = False
     store: int = 0
+    words: int = 0
 
 
 class HostRollout:
@@ -129,7 +132,7 @@ class HostRollout:
 
     def _no_episodes(self) -> Episodes:
         slots = self._format.prompt_limit, self._settings.response_limit
-        return Episodes.zeros(self._settings.batch, self.max_turns, *slots, len(self.signals))
+        return Episodes.zeros(self._settings.batch, self.max_turns, *slots, len(self.signals), self._settings.words)
 
     def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
         """Plays B episodes.
@@ -161,7 +164,7 @@ class HostRollout:
         """Plays some of a call's episodes, from their beginning, into its buffer; returns the sampler's figures."""
         tasks = [int(task) for task in tasks]
         sizes = {"slots": self._slots, "prompt_limit": self._format.prompt_limit}
-        sizes |= {"reuse": self._settings.reuse, "store": self._settings.store}
+        sizes |= {"reuse": self._settings.reuse, "store": self._settings.store, "words": self._settings.words}
         samplers = {
             name: SlotSampler(programs, params[name], keys, decoding, **sizes) for name, programs in self._programs.items()
         }
@@ -169,6 +172,7 @@ class HostRollout:
         self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
         ready: list[int] = []  # episodes whose prompt waits for a slot
         prompts: dict[int, Prompt] = {}  # for the episodes in a slot
+        answers: dict[int, list[list[int]]] = {}  # what their responses may be
         truncated: list[int] = []  # episodes that a time limit has ended
         pending = len(episodes)  # episodes whose environments have yet to answer
         while ready or pending or prompts:
@@ -188,12 +192,19 @@ class HostRollout:
                 sampler.shrink(unfinished)
                 begin = [episode for episode in ready if self._policies[buffer.role(episode)] == name][: sampler.free]
                 prompts |= self._prompts(buffer, begin)
+                answers |= {episode: self._answers(buffer, episode) for episode in begin}
                 ready = [episode for episode in ready if episode not in prompts]
-                sampler.add([SlotRequest(episode, buffer.turn(episode), prompts[episode].ids) for episode in begin])
+                sampler.add(
+                    [
+                        SlotRequest(episode, buffer.turn(episode), prompts[episode].ids, answers=answers[episode])
+                        for episode in begin
+                    ]
+                )
                 for response in sampler.step() if sampler.active else ():
                     ids, episode = response.tokens.tolist(), response.episode
                     ended = ids[-1] in self._format.end_tokens
-                    actions = buffer.add_response(prompts.pop(episode), response, self._format.parse(ids), ended)
+                    allowed = sets_of(answers.pop(episode), ids, self._settings.words) if self._settings.words else None
+                    actions = buffer.add_response(prompts.pop(episode), response, self._format.parse(ids), ended, allowed)
                     requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
@@ -209,6 +220,13 @@ class HostRollout:
         """Builds the next prompts of these episodes."""
         prompts = self._format.build([buffer.prompt_input(episode) for episode in episodes])
         return dict(zip(episodes, prompts, strict=True))
+
+    def _answers(self, buffer: EpisodeBuffer, episode: int) -> list[list[int]]:
+        """Returns what an episode's next response may be; longer answers than a response are left out. Empty: anything."""
+        if not self._settings.words:
+            return []
+        answers = self._format.answers(buffer.commands(episode))
+        return [answer for answer in answers if len(answer) <= self._settings.response_limit]
 
     def close(self) -> None:
         """Ends the worker processes."""

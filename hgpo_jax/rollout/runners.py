@@ -30,6 +30,7 @@ from hgpo_jax.rollout.requirements import check_compiled, roles_of
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.signals import declared
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from hgpo_jax.sampling.constraint import words_of
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.utils.errors import ConfigError, RunError
 
@@ -233,7 +234,7 @@ class TextRunner:
                 lower_case=environment.lower_case,
             )
             self.make_env = train
-            settings = _text_settings(config)
+            settings = _text_settings(config, models)
             self.train: HostRollout | CompiledTextRollout
             self._held_out: HostRollout | CompiledTextRollout
             policies = policy_of_each(config, roles_of(train())) if config.roles else ()
@@ -253,6 +254,10 @@ class TextRunner:
                     log.warning("env.name=%s is played on the host: %s", env.name, error)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
+        if settings.words and not self.format.template.bare:
+            raise ConfigError(
+                "rollout.constrain=admissible: the template asks for a thought, which is free; give env.template=plain"
+            )
         self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, self.format.end_tokens
         self.signals = self.train.signals
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
@@ -288,8 +293,9 @@ class TextRunner:
         return result.report.story(result.episodes, index, self.roles)
 
 
-def _text_settings(config: Config) -> TextSettings:
+def _text_settings(config: Config, models: dict[str, ModelConfig]) -> TextSettings:
     env, rollout = config.env, config.rollout
+    constrained = rollout.constrain == "admissible"
     return TextSettings(
         batch=rollout.prompt_groups * rollout.group_size,
         history_length=rollout.history_length,
@@ -301,4 +307,5 @@ def _text_settings(config: Config) -> TextSettings:
         ready_fraction=rollout.ready_fraction,
         reuse=converses(config),
         store=rollout.store * 2**20,
+        words=words_of(max(model.vocab_size for model in models.values())) if constrained else 0,
     )

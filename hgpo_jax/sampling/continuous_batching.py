@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from hgpo_jax.policy.kv_cache import KVCache
+from hgpo_jax.sampling.constraint import padded
 from hgpo_jax.sampling.generate import Decoding, buckets
 from hgpo_jax.sampling.held_prefixes import HeldPrefixes
 from hgpo_jax.sampling.slot_plan import Copy, Extend, Piece, Plan, Prefill, Shapes, SlotRequest
@@ -49,6 +50,7 @@ class SlotSampler:
       params: those of the policy.
       keys: [B], the episodes' random keys, or [B, 2] as for `sampling.turn_keys`.
       decoding: None if every request has its own.
+      words: W of the sets of tokens (`constraint.py`), if requests have answers.
       slots: maximum number of simultaneous responses, rounded up to a multiple of `programs.shards`.
       prompt_limit: P, tokens of the longest prompt.
       reuse: whether a prompt that begins with what a slot holds is computed from there on (`held_prefixes.py`). Its response is
@@ -71,12 +73,13 @@ class SlotSampler:
         keys,
         decoding: Decoding | None,
         *,
+        words: int = 0,
         slots: int,
         prompt_limit: int,
         reuse: bool = False,
         store: int = 0,
     ):
-        self._programs, self._params, self.keys, self._decoding = programs, params, keys, decoding
+        self._programs, self._params, self.keys, self._decoding, self._words = programs, params, keys, decoding, words
         self._blocks = programs("decode_blocks", "all layers", params)
         shards = programs.shards
         self.shapes = Shapes(
@@ -349,7 +352,10 @@ class SlotSampler:
     def _decodings(self, requests: list[SlotRequest | None]) -> Decoding:
         """Returns the distribution for all requests, or arrays [n] with each one's."""
         if self._decoding is not None:
-            return self._decoding
+            if not self._words:
+                return self._decoding
+            of_each = (request.answers if request else () for request in requests)
+            return self._decoding.replace(answers=padded(of_each, self._programs.max_new, self._words))
         each = [request.decoding if request and request.decoding else Decoding() for request in requests]
         return Decoding(
             temperature=np.array([one.temperature for one in each], np.float32),

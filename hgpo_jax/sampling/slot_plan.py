@@ -22,6 +22,7 @@ class SlotRequest(NamedTuple):
     ids: Sequence[int]  # token ids of the prompt, at least one
     limit: int | None = None  # tokens of the longest response; None: as many as there is room for
     decoding: Decoding | None = None  # scalars, for a sampler without a common one
+    answers: Sequence[Sequence[int]] = ()  # what the response may be, with its end token; (): anything
 
 
 class Shapes(NamedTuple):

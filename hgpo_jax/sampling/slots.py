@@ -32,6 +32,7 @@ class SlotState(struct.PyTreeNode):
     sampled: jax.Array  # i32[S], tokens sampled so far
     token: jax.Array  # i32[S], the last token
     ended: jax.Array  # bool[S], also true for a free slot
+    answer: jax.Array  # i32[S], the number of a sequence of `Decoding.answers` that begins with the tokens sampled so far
     cache: list[KVCache]  # one for each layer
 
     @staticmethod
@@ -128,10 +129,22 @@ def extend_slots(model, blocks, state: SlotState, prompts: Continued, keys, end_
 
 def _first_tokens(model, hidden, lengths, limits, keys, end_tokens, decoding):
     """Samples the first token of m responses: (their rows of a SlotState, i32[m], log-probabilities f32[m])."""
-    token, logp = sample_next(model, hidden, keys, 0, end_tokens=end_tokens, decoding=decoding)
+    nothing = jnp.zeros_like(lengths)
+    token, logp, answer = _sample(model, hidden, keys, nothing, nothing, end_tokens, decoding)
     ended = is_end(token, end_tokens) | (limits <= 1)
     rows = {"key": keys, "prompt_length": lengths, "sampled": jnp.ones_like(token), "token": token, "ended": ended}
-    return rows, token, logp
+    return rows | {"answer": answer}, token, logp
+
+
+def _sample(model, hidden, keys, i, answer, end_tokens, decoding):
+    """Samples token number i32[S] of each response: (tokens i32[S], log-probabilities f32[S], `SlotState.answer`)."""
+    answers = decoding.answers
+    if answers is None:
+        return *sample_next(model, hidden, keys, i, end_tokens=end_tokens, decoding=decoding), answer
+    sampled = answers.numbered(answer)
+    allowed = answers.next_tokens(sampled, i)
+    token, logp = sample_next(model, hidden, keys, i, allowed, end_tokens=end_tokens, decoding=decoding)
+    return token, logp, answers.chosen(sampled, i, token)
 
 
 def _begin(state: SlotState, rows, slots) -> SlotState:
@@ -161,12 +174,12 @@ def decode_slots(model, blocks, state: SlotState, limits, pace: Pace, end_tokens
         i, state, out, _ = carry
         # A slot that has ended writes past its response.
         hidden, cache = model.decode(state.token, state.prompt_length + state.sampled - 1, state.cache, blocks, ~state.ended)
-        token, logp = sample_next(model, hidden, state.key, state.sampled, end_tokens=end_tokens, decoding=decoding)
+        token, logp, answer = _sample(model, hidden, state.key, state.sampled, state.answer, end_tokens, decoding)
         live = ~state.ended
         out = out.replace(tokens=out.tokens.at[:, i].set(token), logp=out.logp.at[:, i].set(logp), counts=out.counts + live)
         sampled = state.sampled + live
         ended = state.ended | is_end(token, end_tokens) | (sampled >= limits)
-        state = state.replace(sampled=sampled, token=token, ended=ended, cache=cache)
+        state = state.replace(sampled=sampled, token=token, ended=ended, answer=answer, cache=cache)
         return i + 1, state, out, goes_on(i + 1, ended)
 
     def goes_on(i, ended):

@@ -76,9 +76,12 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
         raise ConfigError(f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out")
     if "split" in entry.options and env.split == "generated" and not (compiled or env.compiled):
         raise ConfigError("env.split=generated: has no files to play on the host; give env.compiled=true, too")
-    if config.rollout.constrain == "admissible" and not compiled:
+    if config.rollout.constrain == "admissible" and entry.agent:
+        raise ConfigError("rollout.constrain=admissible: env.name=agent lists no actions; leave it out")
+    if config.rollout.constrain == "admissible" and rollout_backend == "compiled_text":
         raise ConfigError(
-            f"rollout.constrain=admissible: env.name={env.name} is played in text, whose answers are free; leave it out"
+            f"rollout.constrain=admissible: env.name={env.name} is played as text on the device, where answers are free; give "
+            "env.compiled=false, or leave it out"
         )
     if config.rollout.mesh and not config.rollout.overlap:
         raise ConfigError(f"rollout.mesh={config.rollout.mesh}: needs rollout.overlap=1, else half would be idle")

@@ -1,5 +1,6 @@
 """Rollouts that sample admissible actions only: what they may choose, and the probabilities that the trainer sees."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,8 +13,10 @@ from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.household import HouseholdPlan
 from hgpo_jax.learner.update import token_logprobs
-from hgpo_jax.policy import network, shardings
+from hgpo_jax.policy import initialize, network, shardings
+from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import Program, make_rollout
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
@@ -21,10 +24,13 @@ from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.step import training_batch
 from tests.helpers.plain_rollout import action_of, check_against_plain_play
 from tests.helpers.refusals import refused
+from tests.helpers.tiny import MODEL as TINY_MODEL
 from tests.helpers.tiny import mesh_of
 from tests.rollout.household_policy import ACT, END, ENV, MODEL, K, cloned
 
 B, TEMPERATURE = 12, 1.5
+COMMANDS = [f"command {n}" for n in range(25)]
+TEXT_MODEL = dataclasses.replace(TINY_MODEL, vocab_size=11)
 TASKS = np.arange(B) // 2
 
 
@@ -77,6 +83,62 @@ def test_the_trainer_sees_the_samplers_log_probabilities():
     np.testing.assert_allclose(in_chunks, logp, atol=1e-5)
 
 
+class Spelled:
+    """Prompts and answers of two tokens and an end: a command's place in COMMANDS in base 5."""
+
+    end_tokens, prompt_limit = (TEXT_MODEL.vocab_size - 1,), 8
+
+    def build(self, inputs):
+        return [Prompt([1 + each.turn, 1 + len(each.observation) % 9]) for each in inputs]
+
+    def answers(self, commands):
+        return [[1 + code // 5, 1 + code % 5, *self.end_tokens] for code in map(COMMANDS.index, commands)]
+
+    def parse(self, ids):
+        return ParsedResponse(str(ids), COMMANDS[5 * (ids[0] - 1) + ids[1] - 1], True)
+
+
+class Choosy:
+    """Offers some of COMMANDS, others each turn."""
+
+    max_turns, task_types, task_type, goal = 5, ("any",), 0, "any"
+
+    def reset(self, task):
+        self.random, self.turn = np.random.default_rng(task), 0
+        return self._offer()
+
+    def _offer(self):
+        self.commands = self.random.choice(COMMANDS, self.random.integers(1, 20), replace=False).tolist()
+        return " ".join(self.commands), self.commands
+
+    def step(self, action):
+        admissible, self.turn = action in self.commands, self.turn + 1
+        return *self._offer(), 1.0, self.turn == self.max_turns, {"won": True, "admissible": admissible}
+
+
+def test_a_host_rollout_samples_the_listed_commands():
+    mesh, form = mesh_of(), Spelled()
+    settings = TextSettings(batch=B, history_length=0, response_limit=4, decode_batch_size=5, words=1)
+    rollout = HostRollout(Choosy, form, {SHARED: network(TEXT_MODEL)}, mesh, settings)
+    params, keys = initialize(TEXT_MODEL, 0, mesh), jax.random.split(jax.random.key(1), B)
+    e, report = rollout({SHARED: params}, TASKS, keys, TASKS, Decoding(temperature=TEMPERATURE))
+    assert e.mask.all() and report.counts["inadmissible"] == 0
+    shapes = jax.tree.map(lambda a: (a.shape, a.dtype), (e, rollout.abstract_episodes()))
+    assert shapes[0] == shapes[1]
+    for b in range(B):
+        env = Choosy()
+        _, commands = env.reset(TASKS[b])
+        for t in range(e.mask.shape[1]):
+            answers, response = form.answers(commands), e.responses[b, t, : e.response_lengths[b, t]].tolist()
+            for i in range(e.responses.shape[-1]):
+                going_on = {a[i] for a in answers if a[:i] == response[:i]} if i < len(response) else set()
+                assert {token for token in range(32) if int(e.allowed[b, t, i, 0]) >> token & 1} == going_on
+            _, commands, *_ = env.step(form.parse(response).action)
+    batch = training_batch(e)
+    logp, _ = token_logprobs(nnx.merge(network(TEXT_MODEL), params), batch, temperature=TEMPERATURE)
+    np.testing.assert_allclose(logp, batch.old_logp, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_devices_change_nothing():
     for name, value in play().arrays().items():
@@ -85,9 +147,11 @@ def test_devices_change_nothing():
 
 
 def test_what_lists_no_actions_is_refused():
-    config = load(None, ["rollout.constrain=admissible", "env.name=household_text"])
-    with refused("rollout.constrain=admissible: env.name=household_text is played in text"):
-        check_together(config)
+    config = load(None, ["rollout.constrain=admissible"])
+    with refused("rollout.constrain=admissible: env.name=agent lists no actions"):
+        check_together(load(None, ["rollout.constrain=admissible", "env.name=agent"]))
+    with refused("rollout.constrain=admissible: env.name=alfworld is played as text on the device"):
+        check_together(load(None, ["rollout.constrain=admissible", "env.name=alfworld", "policy=a", "warm_start=none"]))
     with refused("rollout.constrain=admissible: method=hapo compares how uncertain tokens are"):
         check_together(load(None, ["rollout.constrain=admissible", "method=hapo"]))
     with refused("rollout.constrain=admissible: HouseholdPlan does not list its actions"):

@@ -9,6 +9,7 @@ from flax import nnx
 
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.sampling.constraint import padded
 from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding, generate, well_filled
 from hgpo_jax.sampling.held_prefixes import HeldPrefixes, Match
@@ -43,10 +44,10 @@ def programs(spec: str):
     return mesh, SlotPrograms(network(MODEL), mesh, max_new=MAX_NEW, end_tokens=ENDS)
 
 
-def make_sampler(decoding: Decoding | None, spec="data=1", slots=SLOTS) -> SlotSampler:
+def make_sampler(decoding: Decoding | None, spec="data=1", slots=SLOTS, **options) -> SlotSampler:
     mesh, compiled = programs(spec)
     placed = jax.device_put(parameters(), shardings(MODEL, mesh))
-    return SlotSampler(compiled, placed, KEYS, decoding and in_float32(decoding), slots=slots, prompt_limit=LONG)
+    return SlotSampler(compiled, placed, KEYS, decoding and in_float32(decoding), slots=slots, prompt_limit=LONG, **options)
 
 
 def random_requests(seed: int, count: int = EPISODES, longest: int = SHORT) -> list[SlotRequest]:
@@ -88,7 +89,10 @@ def alone(request: SlotRequest, decoding: Decoding):
     prompt = np.zeros((1, LONG), np.int32)
     prompt[0, : len(request.ids)] = request.ids
     key = jax.random.fold_in(KEYS[request.episode], request.turn)[None]
-    out = _generate(MODEL, parameters(), prompt, np.array([len(request.ids)]), key, in_float32(decoding))
+    decoding = in_float32(decoding)
+    if request.answers:
+        decoding = decoding.replace(answers=padded([request.answers], MAX_NEW, 1))
+    out = _generate(MODEL, parameters(), prompt, np.array([len(request.ids)]), key, decoding)
     n = min(int(out.lengths[0]), request.limit or MAX_NEW)
     return np.asarray(out.tokens[0, :n]), np.asarray(out.logp[0, :n])
 
@@ -99,6 +103,22 @@ def check(responses, requests, decoding=PLAIN):
         tokens, logp = alone(request, request.decoding or decoding)
         np.testing.assert_array_equal(responses[request.episode].tokens, tokens)
         np.testing.assert_allclose(responses[request.episode].logp, logp, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_responses_are_one_of_their_requests_answers(spec):
+    """As `generate` samples them; some requests have none and are free."""
+    random = np.random.default_rng(2)
+    words = [token for token in range(6) if token not in ENDS]  # few, so that answers begin alike
+    answer = lambda: [*random.choice(words, random.integers(1, 12)).tolist(), ENDS[0]]  # noqa: E731
+    requests = [
+        request._replace(answers=[answer() for _ in range(random.integers(1, 20) if request.episode % 4 else 0)])
+        for request in random_requests(5)
+    ]
+    responses = play(make_sampler(PLAIN, spec, words=1), requests, spec)
+    check(responses, requests)
+    for request in requests:
+        assert not request.answers or responses[request.episode].tokens.tolist() in request.answers
 
 
 def mixed(seed: int) -> list[SlotRequest]:
