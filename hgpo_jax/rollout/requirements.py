@@ -11,7 +11,7 @@ import functools
 import numbers
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from hgpo_jax.envs.protocol import (
@@ -19,6 +19,7 @@ from hgpo_jax.envs.protocol import (
     BegunTextEnv,
     CompiledEnv,
     Expert,
+    ListsActions,
     OwnPrompts,
     Plans,
     Playable,
@@ -94,29 +95,54 @@ def check_compiled(env, protocol: type = CompiledEnv) -> None:
     """Raises ValueError for the first fault of a compiled environment, and if a function of a state cannot be traced."""
     import jax  # text environments are checked in worker processes, which do not need it
 
-    def begin(key):
-        state, _ = env.reset(key)
-        return state
-
-    def traced(call, function, argument):  # this opens no device
-        try:
-            return jax.eval_shape(function, argument)
-        except Exception as error:  # any error of the environment
-            raise ValueError(one_line(f"{name}: {call} fails with {type(error).__name__}: {error!s:.300}")) from None
-
     name = type(env).__name__
     _refuse(member_faults(env, protocol))
-    state = traced("reset(key)", begin, jax.eval_shape(lambda: jax.random.key(0)))
+    state = _begun(env)
     if not hasattr(state, "task"):
         raise ValueError(f"{name}: the state of reset(key) lacks task: the index of the episode's task type")
-    if hasattr(env, "roles") and (shape := traced("role(state)", env.role, state).shape):
+    if hasattr(env, "roles") and (shape := _traced(env, "role(state)", env.role, state).shape):
         raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
     if names := declared(env):
-        values = traced("signal_values(state)", env.signal_values, state)
+        values = _traced(env, "signal_values(state)", env.signal_values, state)
         is_array = isinstance(values, jax.ShapeDtypeStruct)
         if not is_array or values.shape != (len(names),) or not jax.numpy.issubdtype(values.dtype, jax.numpy.number):
             kind = f"{values.dtype}{list(values.shape)}" if is_array else f"a {type(values).__name__}"
             raise ValueError(f"{name}: signal_values(state) is {kind}; give f32[{len(names)}], for {', '.join(names)}")
+
+
+def check_lists_actions(env) -> None:
+    """Raises ValueError if a compiled environment, which has passed `check_compiled`, does not list its actions as rows."""
+    name = type(env).__name__
+    if not isinstance(env, ListsActions):
+        raise ValueError(f"{name} does not list its actions (admissible); leave it out")
+    listed = _traced(env, "admissible(state)", env.admissible, _begun(env))
+    shapes = [list(getattr(part, "shape", ())) for part in listed] if isinstance(listed, tuple) else []
+    width = env.action_length  # type: ignore[attr-defined]
+    if len(shapes) != 2 or len(shapes[0]) != 1 or shapes[1] != [*shapes[0], width]:
+        found = f"{shapes[0]} and {shapes[1]}" if len(shapes) == 2 else f"a {type(listed).__name__}"
+        raise ValueError(f"{name}: admissible(state) returns {found}; bool[C] and i32[C, {width}] are needed")
+
+
+def _begun(env) -> Any:
+    """Traces the state of a new episode. Raises ValueError as `_traced`."""
+    import jax
+
+    def begin(key):
+        state, _ = env.reset(key)
+        return state
+
+    return _traced(env, "reset(key)", begin, jax.eval_shape(lambda: jax.random.key(0)))
+
+
+def _traced(env, call: str, function: Callable, argument) -> Any:
+    """Returns the shapes of a function's result; opens no device. Raises ValueError in one line for any error of it."""
+    import jax
+
+    try:
+        return jax.eval_shape(function, argument)
+    except Exception as error:  # any error of the environment
+        fails = f"{type(env).__name__}: {call} fails with {type(error).__name__}: {error!s:.300}"
+        raise ValueError(one_line(fails)) from None
 
 
 def check_text(env, time_limit: float | None = None) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import policy_of_each
-from hgpo_jax.envs.protocol import CompiledEnv, ListsActions, ListsGames, OwnPrompts, Plans, TextExpert
+from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import ACT
@@ -26,7 +26,7 @@ from hgpo_jax.rollout.env_tokenizer import template_of
 from hgpo_jax.rollout.environments import Environment, backend, converses
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
-from hgpo_jax.rollout.requirements import check_compiled, roles_of
+from hgpo_jax.rollout.requirements import check_compiled, check_lists_actions, roles_of
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.signals import declared
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
@@ -86,10 +86,11 @@ class CompiledRunner:
             check_compiled(env)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if (constrained := config.rollout.constrain == "admissible") and not isinstance(env, ListsActions):
-            raise ConfigError(
-                f"rollout.constrain=admissible: {type(env).__name__} does not list its actions (admissible); leave it out"
-            )
+        if constrained := config.rollout.constrain == "admissible":
+            try:
+                check_lists_actions(env)
+            except ValueError as error:
+                raise ConfigError(f"rollout.constrain=admissible: {error}") from None
         self.env, self.task_types, self.roles, self._games = env, env.task_types, roles_of(env), games
         self.signals = declared(env)
         self.answer_parts = tuple(getattr(env, "answer_parts", ()))

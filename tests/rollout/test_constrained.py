@@ -11,7 +11,7 @@ from flax import nnx
 
 from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.envs.household import HouseholdPlan
+from hgpo_jax.envs.household import Household, HouseholdPlan
 from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import initialize, network, shardings
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
@@ -156,3 +156,12 @@ def test_what_lists_no_actions_is_refused():
         check_together(load(None, ["rollout.constrain=admissible", "method=hapo"]))
     with refused("rollout.constrain=admissible: HouseholdPlan does not list its actions"):
         CompiledRunner(config, HouseholdPlan(), {}, None, mesh_of("data=1"))
+    for wrong, found in (
+        (lambda state: (jnp.ones(3, bool), jnp.ones((3, 9), int)), "returns [3] and [3, 9]; bool[C] and i32[C, "),
+        (lambda state: jnp.ones(3), "returns a ShapeDtypeStruct; bool[C]"),
+        (lambda state: state.nothing, "fails with AttributeError"),
+    ):
+        env = Household()
+        env.admissible = wrong
+        with refused(f"rollout.constrain=admissible: Household: admissible(state) {found}"):
+            CompiledRunner(config, env, {}, None, mesh_of("data=1"))
