@@ -1,4 +1,8 @@
-"""BM25 over the catalogue, equal to Lucene's to the last bit of its 32-bit scores.
+"""BM25 over texts, equal to Lucene's to the last bit of its 32-bit scores: WebShop's catalogue, passages (`envs/search`).
+
+With N documents, of which n hold a term, f of it in this one, and k1 = 0.9 and b = 0.4 as in Pyserini, a document scores
+    sum over the query's terms of  ln(1 + (N - n + 1/2) / (n + 1/2)) * f / (f + k1 (1 - b + b length / average length))
+(Robertson and Zaragoza, 2009, as Lucene's BM25Similarity computes it, which leaves out the constant factor k1 + 1).
 
 An index is a handful of numpy arrays, in memory or mapped from files alike:
     term_text (bytes), term_start (int64)     sorted terms, concatenated UTF-8
@@ -12,7 +16,7 @@ from collections import Counter
 
 import numpy as np
 
-from hgpo_jax.envs.webshop.analyzer import analyze, term, tokens
+from hgpo_jax.envs.lucene.analyzer import analyze, term, tokens
 
 K1 = np.float32(0.9)
 B = np.float32(0.4)
@@ -98,20 +102,22 @@ class Index:
     """A read-only search index.
 
     Args:
-        arrays: what `IndexBuilder.finish` returned, plus `asin_rank` (int32), which settles equal scores.
+        arrays: what `IndexBuilder.finish` returned.
         documents: number of documents that hold at least one term.
+        rank: int32 of each document, settles equal scores: the smaller first.
     """
 
-    def __init__(self, arrays: dict[str, np.ndarray], documents: int):
+    def __init__(self, arrays: dict[str, np.ndarray], documents: int, rank: np.ndarray):
         self._arrays = arrays
         self._documents = documents
+        self._rank = rank
         self._vocabulary = range(len(arrays["term_start"]) - 1)
         # Views: reading one element is ten times cheaper than from a numpy array.
         self._term_text, self._term_start = arrays["term_text"].data, arrays["term_start"].data
 
     def search(self, query: str, k: int = TOP_K) -> tuple[np.ndarray, np.ndarray]:
         """Returns the positions (int64) and scores (float32) of the best `k` documents, best first."""
-        scores = np.zeros(len(self._arrays["asin_rank"]))
+        scores = np.zeros(len(self._rank))
         for word, count in Counter(analyze(query)).items():
             docs, damp = self._postings(word)
             if len(docs):
@@ -122,7 +128,7 @@ class Index:
         scores = scores.astype(np.float32)
         floor = np.partition(scores, -k)[-k] if len(scores) > k else 0
         matches = np.flatnonzero(scores >= floor if floor > 0 else scores)
-        order = np.lexsort((self._arrays["asin_rank"][matches], -scores[matches]))[:k]
+        order = np.lexsort((self._rank[matches], -scores[matches]))[:k]
         return matches[order], scores[matches[order]]
 
     def _postings(self, word: str) -> tuple[np.ndarray, np.ndarray]:
