@@ -1,8 +1,9 @@
 """BM25 over texts, equal to Lucene's to the last bit of its 32-bit scores: WebShop's catalogue, passages (`envs/search`).
 
 With N documents, of which n hold a term, f of it in this one, and k1 = 0.9 and b = 0.4 as in Pyserini, a document scores
-    sum over the query's terms of  ln(1 + (N - n + 1/2) / (n + 1/2)) * f / (f + k1 (1 - b + b length / average length))
-(Robertson and Zaragoza, 2009, as Lucene's BM25Similarity computes it, which leaves out the constant factor k1 + 1).
+    sum over the query's terms of  ln(1 + (N - n + 1/2) / (n + 1/2)) * f / (f + k1 (1 - b + b length / average))
+(Robertson and Zaragoza, 2009, as Lucene's BM25Similarity computes it, which leaves out the constant factor k1 + 1). A length is
+that of the document in terms, of 40 and more rounded down to four significant bits; the average is of the true lengths.
 
 An index is a handful of numpy arrays, in memory or mapped from files alike:
     term_text (bytes), term_start (int64)     sorted terms, concatenated UTF-8
