@@ -67,6 +67,16 @@ def test_scores_are_those_of_the_formula(tmp_path_factory, texts, query, k):
         assert score == pytest.approx(best, rel=1e-5) == pytest.approx(dict(wanted)[text], rel=1e-5)
 
 
+def test_the_best_of_many_are_the_first_of_all_with_ties_in_the_order_of_the_corpus(tmp_path):
+    random = np.random.default_rng(0)
+    passages = opened(tmp_path, [" ".join(random.choice(list("bcdefgh"), 4)) for _ in range(1000)])
+    for query in ("b", "b c d", "h h g"):
+        every = passages.retrieve([query], 1000)[0]
+        assert len({score for _, score in every[:200]}) < 200  # there are ties
+        for k in (1, 3, 14, 15, 16, 100):
+            assert passages.retrieve([query], k)[0] == every[:k]
+
+
 def test_a_folder_is_mapped_and_another_corpus_or_damage_is_refused(tmp_path):
     passages = opened(tmp_path, TEXTS)
     assert len(passages) == 4 and [passages[n] for n in range(4)] == TEXTS
