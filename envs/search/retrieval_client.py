@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from hgpo_jax.envs.command_line import one_line
 
 TIME_LIMIT, TRIES, WAIT = 10.0, 3, 0.2  # seconds of a request; requests; seconds before the second one, then twice as many
+REST = 30.0  # seconds for which a server that never answered is not asked again: other episodes would wait as long
 MAX_BYTES = 16_000_000  # of an answer
 
 
@@ -55,9 +56,13 @@ class RetrievalServer:
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._path = parts.path if parts.path.strip("/") else "/retrieve"
         self._url, self._time_limit, self._tries = url, time_limit, tries
+        self._silent = -math.inf, ""  # when it failed to answer, and how
 
     def retrieve(self, queries: Sequence[str], k: int) -> list[list[tuple[str, float]]]:
         """Returns the passages for each query with their scores, at most `k`, best first. Raises RetrievalError."""
+        failed, reason = self._silent
+        if time.monotonic() < failed + REST:
+            raise RetrievalError(reason)
         body = json.dumps({"queries": list(queries), "topk": k, "return_scores": True}).encode()
         for tried in range(self._tries):
             if tried:
@@ -68,7 +73,8 @@ class RetrievalServer:
                 reason = str(error)
             except ValueError as error:
                 raise RetrievalError(one_line(f"{self._url}: {error}")) from None
-        raise RetrievalError(one_line(f"{self._url}: {reason}, {self._tries} times"))
+        self._silent = time.monotonic(), one_line(f"{self._url}: {reason}, {self._tries} times")
+        raise RetrievalError(self._silent[1])
 
     def _post(self, body: bytes) -> bytes:
         """Posts a request and returns the answer. Raises _Unanswered, or ValueError for a refusal."""

@@ -263,6 +263,7 @@ def test_a_server_that_misbehaves_fails_the_episode_in_one_line(mock, answer, re
     (_, begun), (_, failed), (_, other) = workers.receive(3)
     assert isinstance(failed, EnvFailure) and reason in failed.reason and "\n" not in failed.reason
     assert begun == other  # the other episode goes on
+    assert len(Mock.asked) == (tries if tries > 1 else 2)  # a server that never answered is left alone for a while
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:99999", "http://[x"])

@@ -1,7 +1,5 @@
 """An episode of questions: actions, observations, rewards and signals."""
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +34,7 @@ def begun(**options):
     ("Broncos", ["Denver Broncos"], 0, 2 / 3),  # precision 1, recall 1/2
     ("Denver Broncos of Colorado", ["Denver Broncos"], 0, 2 / 3),  # precision 1/2, recall 1
     ("new york new york", ["new york"], 0, 2 / 3),  # a word counts as often as it occurs
+    ("new new york", ["new new jersey"], 0, 2 / 3),
     ("1,853", ["1853"], 1, 1),
     ("well-known", ["wellknown"], 1, 1),  # punctuation leaves no blank
     ("theatre", ["atre"], 0, 0),  # an article is a whole word
@@ -63,20 +62,10 @@ def test_scores_are_fractions_and_a_match_is_whole(one, other):
     ("<answer>a<search>b</search></answer>", Action("answer", "a<search>b</search>", True)),
     ("<search>red</answer>", Action("")), ("<search> </search>", Action("")), ("</search>red<search>", Action("")),
     ("red", Action("")), ("", Action("")), ("<Search>red</Search>", Action("")), ("<answer>red", Action("")),
-    ("<answer>" + "x" * 100_000 + "</answer>", Action("")),
+    ("<answer>" + "x" * 100_000 + "</answer>", Action("")), ("<search>" * 1200, Action("")),
 ])  # fmt: skip
 def test_actions(action, read):
     assert parse(action) == read
-
-
-def test_an_answer_of_any_length_costs_next_to_nothing():
-    env = begun()
-    for piece in ("<search>", "</search>", "<answer>", "a ", "\n"):
-        began = time.process_time()
-        for _ in range(10):
-            env.step(piece * (100_000 // len(piece)))
-        assert time.process_time() - began < 5  # far from what is needed, and from what a quadratic search takes
-        env.reset(0)
 
 
 def test_a_turn():
