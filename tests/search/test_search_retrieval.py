@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hgpo_jax.envs.lucene import index
 from hgpo_jax.envs.lucene.analyzer import analyze
 from hgpo_jax.envs.lucene.index import IndexBuilder
+from hgpo_jax.envs.search import passages as passages_in_files
 from hgpo_jax.envs.search import retrieval_client
 from hgpo_jax.envs.search.files import read_folder, read_passages, read_questions
 from hgpo_jax.envs.search.makers import search_makers
@@ -67,6 +69,23 @@ def test_scores_are_those_of_the_formula(tmp_path_factory, texts, query, k):
         assert score == pytest.approx(best, rel=1e-5) == pytest.approx(dict(wanted)[text], rel=1e-5)
 
 
+def test_an_index_is_the_same_however_many_documents_are_sorted_at_once(monkeypatch):
+    random = np.random.default_rng(0)
+    texts = [" ".join(random.choice(list("bcdefgh"), random.integers(6))) for _ in range(50)]
+
+    def built():
+        builder = IndexBuilder()
+        for text in texts:
+            builder.add(text)
+        return builder.finish()
+
+    whole = built()
+    assert whole["post_start"][-1] == sum(len(set(text.split())) for text in texts)
+    for part in (1, 7, 50):
+        monkeypatch.setattr(index, "_PART", part)
+        assert all((array == whole[name]).all() for name, array in built().items())
+
+
 def test_the_best_of_many_are_the_first_of_all_with_ties_in_the_order_of_the_corpus(tmp_path):
     random = np.random.default_rng(0)
     passages = opened(tmp_path, [" ".join(random.choice(list("bcdefgh"), 4)) for _ in range(1000)])
@@ -90,15 +109,9 @@ def test_a_folder_is_mapped_and_another_corpus_or_damage_is_refused(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["other"]  # nothing unfinished is left
     opened(tmp_path, TEXTS, "cut")
     np.save(tmp_path / "cut" / "post_doc.npy", np.zeros(2, np.int32))
-    retrieval_cache_clear()
+    passages_in_files._mapped.cache_clear()
     with refused("does not fit"):
         opened(tmp_path, TEXTS, "cut")
-
-
-def retrieval_cache_clear():
-    from hgpo_jax.envs.search import passages
-
-    passages._mapped.cache_clear()
 
 
 def lines(file, *records):
