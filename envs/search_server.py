@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def main() -> None:
     p.add_argument("--passages", type=number, default=3000, metavar="N", help="of the generated world; default: 3000")
     p.add_argument("--cache", type=Path, default=Path("runs/cache"), metavar="FOLDER", help="of indexes; default: runs/cache")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on; default: 127.0.0.1, this machine alone")
-    p.add_argument("--port", type=whole_number, default=8000, help="default: 8000")
+    port = functools.partial(whole_number, low=0)
+    p.add_argument("--port", type=port, default=8000, metavar="N", help="default: 8000; 0: any that is free")
     args = p.parse_args()
     try:
         import uvicorn
@@ -91,8 +93,14 @@ def main() -> None:
         app = application(retriever(args.cache / "search", args.data, args.passages))
     except ImportError as error:
         raise ValueError(f"search_server: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
-    print(f"passages: http://{args.host}:{args.port}/retrieve", flush=True)
-    uvicorn.run(app, host=args.host, port=args.port, log_level="warning", lifespan="off")
+    family = socket.AF_INET6 if ":" in args.host else socket.AF_INET
+    try:
+        listening = socket.create_server((args.host, args.port), family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise ValueError(f"--host {args.host} --port {args.port}: cannot listen there: {error}; give another") from None
+    with listening:
+        print(f"passages: http://{args.host}:{listening.getsockname()[1]}/retrieve", flush=True)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")).run(sockets=[listening])
 
 
 if __name__ == "__main__":

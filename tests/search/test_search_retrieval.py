@@ -3,6 +3,7 @@
 import http.server
 import json
 import math
+import socket
 import threading
 from collections import Counter
 
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hgpo_jax.envs import search_server
 from hgpo_jax.envs.lucene import index
 from hgpo_jax.envs.lucene.analyzer import analyze
 from hgpo_jax.envs.lucene.index import IndexBuilder
@@ -21,7 +23,6 @@ from hgpo_jax.envs.search.makers import search_makers
 from hgpo_jax.envs.search.passages import Passages
 from hgpo_jax.envs.search.retrieval_client import RetrievalError, RetrievalServer
 from hgpo_jax.envs.search.world import Question
-from hgpo_jax.envs.search_server import application
 from hgpo_jax.rollout.workers import EnvFailure, LocalWorkers
 from hgpo_jax.serving.uvicorn_server import served
 from tests.helpers.refusals import refused
@@ -285,9 +286,17 @@ def test_what_is_no_url_is_refused(url):
         RetrievalServer(url)
 
 
+def test_the_command_refuses_a_port_that_is_taken(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        monkeypatch.setattr("sys.argv", ["search_server", "--passages", "24", "--cache", str(tmp_path), "--port", port])
+        with refused(f"--port {port}: cannot listen there"):
+            search_server.main()
+
+
 def test_our_own_server_speaks_the_protocol(tmp_path):
     passages = opened(tmp_path, TEXTS)
-    with served(application(passages)) as url:
+    with served(search_server.application(passages)) as url:
         url = url.removesuffix("/v1")
         server = RetrievalServer(url)
         queries = ["what is red?", "naïve", "nothing of this"]
