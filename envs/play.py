@@ -5,6 +5,7 @@
     python -m hgpo_jax.envs.play alfworld path/to/game.tw-pddl
     python -m hgpo_jax.envs.play alfworld path/to/json_2.1.1/valid_seen --seed 7
     python -m hgpo_jax.envs.play webshop items_shuffle_1000.json.gz items_ins_v2_1000.json.gz --seed 7
+    python -m hgpo_jax.envs.play search --seed 7              type <search> words</search> or <answer> words</answer>
     python -m hgpo_jax.envs.play ./my_env.py:MyEnv size=5     your own, or package.module:MyEnv, with its options
 
 A command is typed as it stands in the list, or by its number there. Without a terminal, commands are read from standard
@@ -86,6 +87,16 @@ def webshop(args):
     return env, args.seed % len(env)
 
 
+def search(args):
+    """A question of the generated world, or of your own data, to answer by searching."""
+    from hgpo_jax.envs.search.makers import search_makers
+
+    turns = args.turns or 20
+    make, _ = search_makers(args.cache / "search", args.data, args.retriever, args.passages, top_k=args.top_k, max_turns=turns)
+    env = make()
+    return env, args.seed % len(env) if hasattr(env, "__len__") else args.seed
+
+
 def own_environment(args):
     """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS; or gymnasium:ID."""
     _, make = user_code.load(user_code.locate(args.name, user_code.ENVIRONMENTS))
@@ -141,6 +152,14 @@ def parser() -> Parser:
     g.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz, or a built folder")
     g.add_argument("attributes", type=Path, nargs="?", metavar="ATTRIBUTES", help="attributes and synthetic instructions")
     g.add_argument("--human", type=Path, metavar="FILE", help="play the human instructions of this file")
+
+    g = add("search", search)
+    g.set_defaults(start=search)
+    g.add_argument("--data", default="", metavar="FOLDER", help="questions and passages; default: a generated world")
+    g.add_argument("--passages", type=command_line.whole_number, default=3000, metavar="N", help="of the generated world")
+    g.add_argument("--top-k", type=command_line.whole_number, default=3, metavar="N", help="passages for a search; default 3")
+    g.add_argument("--retriever", default="", metavar="URL", help="a server that finds the passages")
+    g.add_argument("--cache", type=Path, default=Path("runs/cache"), metavar="FOLDER", help="of indexes")
 
     g = add("own", own_environment)
     g.set_defaults(start=own_environment)

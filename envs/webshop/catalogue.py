@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from hgpo_jax.envs import command_line
-from hgpo_jax.envs.webshop.index import Index, IndexBuilder
+from hgpo_jax.envs.lucene.index import Index, IndexBuilder
 from hgpo_jax.envs.webshop.pages import item_page
 from hgpo_jax.envs.webshop.products import Product, read_products, search_text
 
@@ -45,7 +45,7 @@ class Catalogue:
         self.goal_position, self.goal_count = arrays["goal_position"], arrays["goal_count"]
         self.goal_weight = arrays["goal_weight"]
         self.ranged = np.flatnonzero(~np.isnan(self.high))  # positions whose price is drawn
-        self.index = Index(arrays, meta["documents"])
+        self.index = Index(arrays, meta["documents"], arrays["asin_rank"])
         # Results that depend only on the files: decoded products, their pages, search results.
         self.product = functools.lru_cache(maxsize=1 << 14)(self._product)
         self.item_page = functools.lru_cache(maxsize=1 << 12)(lambda position: item_page(self.product(position)))

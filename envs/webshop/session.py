@@ -3,9 +3,9 @@
 import random
 from typing import TYPE_CHECKING, TypedDict
 
+from hgpo_jax.envs.lucene.index import TOP_K
 from hgpo_jax.envs.webshop import pages
 from hgpo_jax.envs.webshop.commands import parse
-from hgpo_jax.envs.webshop.index import TOP_K
 from hgpo_jax.envs.webshop.purchase import option_owner
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Engines of environments: milliseconds of resets and steps, and rollouts of environments that have to be waited for.
 
-    python -m hgpo_jax.bench envs --alfworld $ALFWORLD_DATA --webshop FOLDER --products 200000 --waiting 50
+    python -m hgpo_jax.bench envs --alfworld $ALFWORLD_DATA --webshop FOLDER --products 200000 --passages 1000000 --waiting 50
 
 Limits are this project's own. A ratio compares with the original engine's time as recorded earlier on two other cores
 (TextWorld 1.7.0, WebShop with Flask and Lucene); the original is not run here. An asynchronous rollout's ratio is to the
@@ -30,6 +30,7 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.alfworld.game import load_game
 from hgpo_jax.envs.command_line import whole_number
+from hgpo_jax.envs.search.passages import Passages
 from hgpo_jax.envs.webshop.catalogue import Catalogue, build
 from hgpo_jax.envs.webshop.commands import click
 from hgpo_jax.envs.webshop.products import read_products
@@ -44,6 +45,7 @@ from hgpo_jax.utils.errors import ConfigError
 GAMES = 20  # games of a split, evenly spread
 STEPS = 50  # of an episode of ALFWorld, the benchmark's limit
 CLICKS = 15  # of an episode of WebShop
+WORDS = 200_000  # of the made-up passages
 WAITING, READY = 16, 0.25  # episodes that are waited for, each with a worker; rollout.ready_fraction
 
 
@@ -52,12 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--webshop", metavar="FOLDER", help="WebShop's catalogue and attributes")
     several = functools.partial(whole_number, low=2)  # the first one has no goal
     parser.add_argument("--products", type=several, metavar="N", help="a synthetic WebShop of N products, in mapped files")
+    parser.add_argument("--passages", type=several, metavar="N", help="an index of N made-up passages of 100 words, mapped")
     parser.add_argument("--waiting", type=whole_number, metavar="MS", help="rollouts whose steps take so long on average")
 
 
 def run(args: argparse.Namespace) -> list[dict]:
     """Returns rows; a limit_share is of the limit, less is better. Raises ConfigError for a folder without the data."""
-    parts = ("alfworld", alfworld), ("webshop", webshop), ("products", products), ("waiting", waiting)
+    parts = ("alfworld", alfworld), ("webshop", webshop), ("products", products), ("passages", passages), ("waiting", waiting)
     rows = []
     for name, part in parts:
         if argument := getattr(args, name):
@@ -146,6 +149,34 @@ def products(count: int) -> list[dict]:
         visit(load_shop(built), times)
     rows = [mean(f"webshop of {count:,} products: {name}", times[name]) for name in ("build", "open", "search")]
     return [*rows, row(f"webshop of {count:,} products: slowest search", max(times["search"]), "ms")]
+
+
+def passages(count: int) -> list[dict]:
+    """Measures an index of passages whose words have Zipf's frequencies: building it in mapped files, and searching these for
+    eight words, of which none is one of the thirty most frequent."""
+    random, words = np.random.default_rng(0), np.array([f"w{number}" for number in range(WORDS)])
+    cumulative = np.cumsum(1 / np.arange(1, WORDS + 1))
+    cumulative /= cumulative[-1]
+
+    def texts(how_many: int, length: int, rarer_than: int = 0) -> Iterator[str]:
+        low = cumulative[rarer_than - 1] if rarer_than else 0
+        for _ in range(how_many):
+            yield " ".join(words[np.searchsorted(cumulative, low + (1 - low) * random.random(length), side="right")])
+
+    times: dict[str, list[float]] = {"build": [], "search": []}
+    with tempfile.TemporaryDirectory() as folder:
+        with clock(times["build"]):
+            found = Passages.open(Path(folder), "bench", lambda: texts(count, 100))
+        for query in texts(50, 8, rarer_than=30):
+            with clock(times["search"]):
+                found.retrieve([query], 3)
+        size = sum(file.stat().st_size for file in Path(folder, "bench").iterdir())
+    name = f"{count:,} passages:"
+    return [
+        row(f"{name} build", times["build"][0] / 1e3, "s"),
+        mean(f"{name} search", times["search"], 20),
+        row(f"{name} mapped files", size / 2**30, "GiB", size / 2**31),
+    ]
 
 
 def waiting(milliseconds: int) -> list[dict]:

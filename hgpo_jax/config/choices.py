@@ -17,6 +17,7 @@ ENVIRONMENTS = (
     "sokoban_text",
     "alfworld",
     "webshop",
+    "search",
     "agent",
 )
 METHODS = (

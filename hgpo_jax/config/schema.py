@@ -47,7 +47,16 @@ class EnvConfig(Section):
         "(policy=) unless env.workers is set",
     )
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
-    data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
+    data: str = field(
+        "",
+        "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files, or search's questions and passages (default: a "
+        "generated world); data=FOLDER is short for it",
+    )
+    passages: int = field(3000, "search: passages of the generated world", ge=24, le=900_000)
+    top_k: int = field(3, "search: passages that answer a query", ge=1, le=100)
+    retriever: str = field(
+        "", "search: URL of a server that finds passages, Search-R1's or python -m hgpo_jax.envs.search_server"
+    )
     split: Literal["train", "valid_train", "generated"] = field(
         "train", "alfworld: games to train on; generated: the training games there are, and more made of them (compiled only)"
     )

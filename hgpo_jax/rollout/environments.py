@@ -21,6 +21,7 @@ from hgpo_jax.envs.household import Household, HouseholdPlan, HouseholdSubgoals,
 from hgpo_jax.envs.household import expert as household_expert
 from hgpo_jax.envs.household.text import HouseholdTeamText, HouseholdText
 from hgpo_jax.envs.protocol import Expert, Playable, members
+from hgpo_jax.envs.search.makers import search_makers
 from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
@@ -110,6 +111,17 @@ def webshop_files(folder: str) -> list[Path]:
     return [file for (file,) in files]
 
 
+def search_text(config: Config) -> Makers:
+    """Returns the factories of questions for training, and of held-out ones. Raises ConfigError."""
+    env = config.env
+    try:
+        return search_makers(
+            Path(config.cache_dir, "search"), env.data, env.retriever, env.passages, top_k=env.top_k, max_turns=env.max_turns
+        )
+    except ValueError as error:
+        raise ConfigError(f"env.{error}") from None
+
+
 HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "max_turns"), ("size", "max_turns")
 household = functools.partial(_from_fields, Household, HOUSEHOLD)
 household_milestones = functools.partial(_from_fields, Household, (*HOUSEHOLD, "milestones"))
@@ -156,6 +168,11 @@ ENVIRONMENTS = {
         template="webshop",
         fallback=20,
         lower_case=True,
+    ),
+    "search": Environment(
+        ("data", "retriever", "passages", "top_k", "max_turns"),
+        text=search_text,
+        template="search",
     ),
     "agent": Environment(("command", "failed", "preload", "num_held_out_tasks", "max_turns"), agent=True),
 }

@@ -83,5 +83,6 @@ def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: 
 
 def _random_command(output: EnvOutput, random: np.random.Generator) -> str:
     if not output.commands:
-        raise ValueError("it lists no commands to choose from, and has no expert(history_length)")
+        missing = "it lists no commands to choose from, and has no expert(history_length)"
+        raise ValueError(f"{missing}; give policy= and warm_start=none")
     return output.commands[random.integers(len(output.commands))]

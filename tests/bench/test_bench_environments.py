@@ -33,10 +33,10 @@ def test_every_row(tmp_path, bench, monkeypatch):
     for file, name in zip(write(tmp_path), ("items_shuffle_5.json", "items_ins_5.json"), strict=False):
         shutil.move(file, tmp_path / name)
     games = "--alfworld", str(TESTS / "alfworld" / "data")
-    *rows, _ = bench("envs", *games, "--webshop", str(tmp_path), "--products", "300", "--waiting", "2")
+    *rows, _ = bench("envs", *games, "--webshop", str(tmp_path), "--products", "300", "--passages", "200", "--waiting", "2")
     assert all(row["value"] > 0 for row in rows)
     names = [row["name"] for row in rows]
-    assert len(set(names)) == len(names) and {name.split()[0] for name in names} == {"alfworld", "webshop", "waiting"}
+    assert len(set(names)) == len(names) and {name.split()[0] for name in names} == {"alfworld", "webshop", "200", "waiting"}
     assert [row["name"] for row in rows if row["ratio"]] == [
         "alfworld load and reset", "alfworld step", "webshop reset", "webshop click",
         *(f"waiting 2 ms, {kind} times, 2 episodes: ready_fraction=0.25" for kind in ("exponential", "constant")),

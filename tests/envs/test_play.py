@@ -58,6 +58,12 @@ def commands_in(screen: str) -> list[str]:
     return [line.split(maxsplit=1)[1] for line in screen.splitlines() if line.startswith("  ") and line.split()[0].isdigit()]
 
 
+def test_a_search_is_played(play, tmp_path):
+    screen = play("search", "--cache", tmp_path, keys="<search> mimor leholm</search>\nmimor leholm\n")
+    assert "(1) mimor leholm was born in" in screen and "(That was not admissible" in screen
+    assert "envs/search/files.py" in play("search", "--cache", tmp_path, "--data", tmp_path / "none", code=2)
+
+
 def test_a_game_shows_what_an_agent_sees(play):
     game = load_game(GAME)
     seen = [game.reset()]

@@ -120,6 +120,7 @@ METHOD = {
 ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.milestones", "env.size",
     "env.options", "env.template", "env.data", "env.generated", "env.workers", "env.time_limit", "env.command", "env.failed",
+    "env.passages", "env.top_k", "env.retriever",
     "env.num_held_out_tasks", "lora.alpha", "lora.targets", "rollout.decode_batch_size", "cloning.",
     "learner.microbatch_size", "learner.remat", "learner.offload", "evaluation.every", "roles", "log.",
     *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),

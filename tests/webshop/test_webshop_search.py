@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from webshop_tiny import ITEMS
 
+from hgpo_jax.envs.lucene.analyzer import STOP_WORDS, analyze
+from hgpo_jax.envs.lucene.index import lossy_length
 from hgpo_jax.envs.webshop import load_shop
-from hgpo_jax.envs.webshop.analyzer import STOP_WORDS, analyze
 from hgpo_jax.envs.webshop.catalogue import Catalogue, build, main
-from hgpo_jax.envs.webshop.index import lossy_length
 from hgpo_jax.envs.webshop.products import read_products
 from hgpo_jax.envs.webshop.synthetic import write_catalogue
 

@@ -1,4 +1,4 @@
-"""Conversion of text to search terms, exactly as in Lucene's English analyzer for the original WebShop index.
+"""Conversion of text to search terms, exactly as in Lucene's English analyzer, as the original WebShop and Pyserini use it.
 
 Words by Unicode's word-break rules (UAX #29) as Lucene's StandardTokenizer reads them, then: possessive 's stripped,
 lower case, stop words dropped, Porter stem. Checked term for term against Lucene 9.9.
@@ -11,7 +11,7 @@ try:
 except ImportError:
     raise ImportError("the package regex is missing; pip install 'hgpo_jax[webshop]'") from None
 
-from hgpo_jax.envs.webshop.porter import stem
+from hgpo_jax.envs.lucene.porter import stem
 
 STOP_WORDS = frozenset(
     (

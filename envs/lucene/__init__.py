@@ -1,0 +1,1 @@
+"""Lucene's search without Java: its English analyzer and its BM25."""

@@ -1,0 +1,1 @@
+"""Questions that are answered by searching passages: a generated world, or questions and passages of your own."""

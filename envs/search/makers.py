@@ -1,0 +1,57 @@
+"""The factories of `env.name=search`: of an environment to train in, and of one with held-out questions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hgpo_jax.envs.search.files import FileSearch, folder_passages, read_folder
+from hgpo_jax.envs.search.retrieval_client import RetrievalError, RetrievalServer
+from hgpo_jax.envs.search.text import GeneratedSearch, SearchText, world_passages
+from hgpo_jax.envs.search.world import World
+
+Maker = Callable[[], SearchText]
+
+
+def search_makers(cache: Path, data: str, url: str, passages: int, *, top_k: int, max_turns: int) -> tuple[Maker, Maker]:
+    """Returns the factories of an environment for training, and of one with held-out questions.
+
+    Args:
+      cache: folder of indexes.
+      data: folder of questions and passages (`files.py`); "": the generated world.
+      url: of a server that finds passages, which is asked once; "": an index here.
+      passages: of the generated world.
+      top_k, max_turns: as in `SearchText`.
+
+    Raises ValueError, in one line that begins with the field and its value.
+    """
+    options: dict[str, Any] = {"top_k": top_k, "max_turns": max_turns}
+    if url:
+        options["retriever"] = _server(url, top_k)
+    make: Callable[..., SearchText] = functools.partial(GeneratedSearch.open, cache, passages, **options)
+    if data:
+        try:
+            read_folder(data)  # faults are found before a run begins
+            if not url:
+                folder_passages(Path(data), cache)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"data={data}: {error}") from None
+        make = functools.partial(FileSearch.open, Path(data), cache, **options)
+    return functools.partial(make, held_out=False), functools.partial(make, held_out=True)
+
+
+def retriever(cache: Path, data: str, passages: int):
+    """Returns the passages of a folder or, without one, of the generated world. Raises ValueError."""
+    return folder_passages(Path(data), cache) if data else world_passages(cache, World(passages))
+
+
+def _server(url: str, top_k: int) -> RetrievalServer:
+    try:
+        server = RetrievalServer(url)
+        server.retrieve(["hello"], top_k)
+    except (ValueError, RetrievalError) as error:
+        reason = str(error).removeprefix(f"{url}: ")
+        raise ValueError(f"retriever={url:.200}: {reason}; python -m hgpo_jax.envs.search_server starts one") from None
+    return server
