@@ -16,6 +16,7 @@ ENVIRONMENTS = (
     "sokoban",
     "sokoban_text",
     "alfworld",
+    "math",
     "webshop",
     "agent",
 )

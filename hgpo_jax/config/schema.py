@@ -41,13 +41,22 @@ class EnvConfig(Section):
         False, "household: give the signal milestones, the number of the goal's predicates that hold after a turn, for beacon"
     )
     size: int = field(6, "sokoban: cells along a room's side, outer walls included", ge=6, le=10)
+    problems: tuple[Literal["arithmetic", "equation", "story"], ...] = field(
+        ("arithmetic", "equation", "story"), "math: kinds of generated problems to draw from"
+    )
+    operations: int = field(2, "math: operations in a generated problem", ge=1, le=8)
+    digits: int = field(2, "math: digits of a generated problem's numbers", ge=1, le=6)
     compiled: bool | None = field(
         None,
         "alfworld: play the games inside the compiled rollout; default: with a small policy, and with pretrained weights "
         "(policy=) unless env.workers is set",
     )
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
-    data: str = field("", "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files; data=FOLDER is short for it")
+    data: str = field(
+        "",
+        "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files, or of train.jsonl and test.jsonl for math; "
+        "data=FOLDER is short for it",
+    )
     split: Literal["train", "valid_train", "generated"] = field(
         "train", "alfworld: games to train on; generated: the training games there are, and more made of them (compiled only)"
     )
