@@ -93,7 +93,10 @@ def math(args):
     from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
 
     if args.data:
-        data = load(args.data)
+        try:
+            data = load(args.data)
+        except ValueError as error:
+            raise ValueError(f"{args.data}: {error}") from None
         return ListedMath(data.test, data.kinds, args.turns or 20, data.latex), args.seed % len(data.test)
     return GeneratedMath(Problems(tuple(args.problems), args.operations, args.digits), args.turns or 20), args.seed
 
@@ -157,7 +160,9 @@ def parser() -> Parser:
     g = add("math", math)
     g.set_defaults(start=math)
     g.add_argument("--data", type=Path, metavar="FOLDER", help="a problem of its test.jsonl")
-    g.add_argument("--problems", nargs="+", default=["arithmetic", "equation", "story"], metavar="KIND", help="kinds to draw from")
+    g.add_argument(
+        "--problems", nargs="+", default=["arithmetic", "equation", "story"], metavar="KIND", help="kinds to draw from"
+    )
     g.add_argument("--operations", type=int, default=2, metavar="N", help="operations in a problem, 1 to 8")
     g.add_argument("--digits", type=int, default=2, metavar="N", help="digits of its numbers, 1 to 6")
 

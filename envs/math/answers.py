@@ -1,7 +1,7 @@
 """Whether an answer is right: exact for plain numbers, by math-verify for answers in LaTeX (extra `math`).
 
-math-verify computes what an answer says, so a hostile one could keep it busy for ever. It runs in a process of its own, in which a
-comparison that takes over TIME_LIMIT seconds, or too much memory, counts as wrong; the next one has a new process.
+math-verify computes what an answer says, so a hostile one could keep it busy for ever. It runs in a process of its own, in
+which a comparison that takes over TIME_LIMIT seconds, or too much memory, counts as wrong; the next one has a new process.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fractions import Fraction
 from importlib.util import find_spec
 
 LENGTH = 200  # characters of an answer; a longer one is wrong
-TIME_LIMIT = 5.0  # seconds for a comparison in LaTeX
+TIME_LIMIT = 3.0  # seconds for a comparison in LaTeX
 START_LIMIT = 60.0  # seconds until its process has imported what it needs
 MEMORY = 4 * 2**30  # bytes for that process
 _NUMBER = re.compile(r"([-+]?)\$?(\d+(?:,\d{3})*|(?=\.\d))(\.\d+)?(?:/(\d+))?\.?", re.ASCII)
@@ -24,7 +24,7 @@ _BOXED = re.compile(r"\\f?boxed\s*")
 
 
 def number(text: str) -> Fraction | None:
-    """Reads a plain number: a whole one, a decimal or a/b, also with a sign, a dollar sign or commas; None for anything else."""
+    """Reads a plain number: a whole one, a decimal or a/b, also with a sign, a dollar or commas; None for anything else."""
     text = text.strip()
     if len(text) > LENGTH or not (match := _NUMBER.fullmatch(text)):
         return None

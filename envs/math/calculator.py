@@ -3,10 +3,10 @@
     calculate("(12 + 7) * 3")     # ("(12+7)*3", "57")
     calculate("7 / 3")            # ("7/3", "7/3")
 
-An expression has decimal numbers, brackets, + - * / and ^ (also written **, × ÷ − ·), and % after a number for hundredths. Numbers
-are fractions, so nothing is rounded. A value is written as a whole number, as a decimal if it ends within PLACES digits, or as a
-fraction a/b. It is read by recursive descent, never evaluated as a program; every size has a bound that is checked before anything
-is computed, so that a call takes a millisecond at most.
+An expression has decimal numbers, brackets, + - * / and ^ (also written **, × ÷ − ·), and % after a number for hundredths.
+Numbers are fractions, so nothing is rounded. A value is written as a whole number, as a decimal if it ends within PLACES
+digits, or as a fraction a/b. The text is read by recursive descent, never run as a program; every size has a bound that is
+checked before anything is computed, so that a call takes a millisecond at most.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Reader:
     """Reads tokens from left to right; `at` is the next one's index.
 
     Grammar: sum = product (+|- product)*; product = signed (*|/ signed)*; signed = (+|-) signed | power;
-    power = percent [^ signed]; percent = atom %*; atom = number | ( sum ). A power binds more than a sign and groups to the right.
+    power = atom %* [^ signed]; atom = number | ( sum ). A power binds more than a sign and groups to the right.
     """
 
     def __init__(self, tokens: list[str]):
@@ -139,7 +139,9 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
         raise CalculatorError("an exponent must be a whole number")
     if not base and exponent < 0:
         raise CalculatorError("division by zero")
-    bits = max(abs(base.numerator).bit_length(), base.denominator.bit_length()) - 1  # 0 for 0, 1 and -1, whose powers stay small
+    bits = (
+        max(abs(base.numerator).bit_length(), base.denominator.bit_length()) - 1
+    )  # 0 for 0, 1 and -1, whose powers stay small
     if bits * abs(exponent.numerator) >= _LARGEST.bit_length():
         raise CalculatorError(f"the value has more than {DIGITS} digits")
     if not bits:

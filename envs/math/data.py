@@ -35,11 +35,11 @@ def load(folder: str | Path) -> Data:
     parts = []
     for name in FILES:
         if not (file := Path(folder, name)).is_file():
-            raise ValueError(f"{file}: no such file; give a folder with {' and '.join(FILES)}")
+            raise ValueError(f"has no {name}; give a folder with {' and '.join(FILES)}")
         lines = enumerate(file.read_bytes().splitlines(), 1)
-        parts.append([_read(line, f"{file}, line {number}") for number, line in lines if line.strip()])
+        parts.append([_read(line, f"{name}, line {number}") for number, line in lines if line.strip()])
         if not parts[-1]:
-            raise ValueError(f"{file}: is empty; give a problem on each line")
+            raise ValueError(f"{name}: is empty; give a problem on each line")
     kinds = tuple(sorted({kind for part in parts for kind, *_ in part}))
     train, test = ([Problem(question, answer, kinds.index(kind)) for kind, question, answer in part] for part in parts)
     return Data(train, test, kinds, any(answers.number(answer) is None for part in parts for *_, answer in part))

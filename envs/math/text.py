@@ -5,8 +5,8 @@
     observation, commands, reward, done, info = env.step("That makes <calculate>(12 + 7) * 3</calculate>")
     observation, commands, reward, done, info = env.step("<answer>57</answer>")
 
-An action is a whole response: any thought, then one call of the calculator or one answer. An observation lists all that has been
-calculated in the episode, sorted, so states are equal where the same is known.
+An action is a whole response: any thought, then one call of the calculator or one answer. An observation lists all that has
+been calculated in the episode, sorted, so states are equal where the same is known.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def math_text(config: Config) -> Makers:
         data = load_problems(env.data)
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={env.data}: {error}") from None
-    options = {"task_types": data.kinds, "max_turns": env.max_turns, "latex": data.latex}
+    options: dict[str, Any] = {"task_types": data.kinds, "max_turns": env.max_turns, "latex": data.latex}
     return functools.partial(ListedMath, data.train, **options), functools.partial(ListedMath, data.test, **options)
 
 
