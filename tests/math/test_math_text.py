@@ -63,7 +63,8 @@ def test_turns_run_out():
     ("<answer>7</answer>", ("answer", "7", True)), ("so <calculate> 1+1 </calculate>\n", ("calculate", "1+1", True)),
     ("<answer>7</answer> yes", ("answer", "7", False)), ("<answer>7", ("", "", False)), ("7", ("", "", False)),
     ("<calculate>1</calculate><answer>1</answer>", ("calculate", "1", False)), ("<answer></answer>", ("answer", "", True)),
-    ("<calculate><answer>1</answer></calculate>", ("calculate", "<answer>1</answer>", False)), ("<Answer>7</Answer>", ("", "", False)),
+    ("<calculate><answer>1</answer></calculate>", ("calculate", "<answer>1</answer>", False)),
+    ("<Answer>7</Answer>", ("", "", False)),
     ("<answer>7</calculate>", ("", "", False)), ("<answer>" * 20_000, ("", "", False)),
 ])  # fmt: skip
 def test_actions_are_read(response, found):

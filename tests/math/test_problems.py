@@ -81,7 +81,8 @@ def test_training_and_held_out_problems_share_no_chain(operations, digits):
 
 
 @pytest.mark.parametrize(("fields", "said"), [
-    (["env.problems=poem"], "env.problems='poem'"), (["env.operations=0"], "env.operations=0"), (["env.digits=7"], "env.digits=7"),
+    (["env.problems=poem"], "env.problems='poem'"), (["env.operations=0"], "env.operations=0"),
+    (["env.digits=7"], "env.digits=7"),
     (["env.problems=[story, story]"], "env.problems=['story', 'story']: give different ones"),
     (["env.problems=[]"], "env.problems=[]: give different ones"),
 ])  # fmt: skip
@@ -119,7 +120,8 @@ def test_the_layouts_of_gsm8k_and_math(tmp_path):
 @pytest.mark.parametrize(("line", "said"), [
     (b"{", "is no JSON"), (b"\xff", "is no JSON"), (b"[" * 9999, "is no JSON"), (b"3", "is no JSON object"),
     ({"question": "2?", "answer": "2"}, "answer has no"), ({"question": "2?", "answer": "#### two"}, "answer has no"),
-    ({"problem": "2?", "solution": "two"}, "has no answer"), ({"problem": "2?", "answer": "1" * 201}, "its answer has more than 200 characters"),
+    ({"problem": "2?", "solution": "two"}, "has no answer"),
+    ({"problem": "2?", "answer": "1" * 201}, "its answer has more than 200 characters"),
     ({"prompt": "2?"}, "unknown layout"), ({"question": 3}, "unknown layout"), ({}, "unknown layout"),
 ])  # fmt: skip
 def test_damaged_lines_are_named(line, said, tmp_path):
