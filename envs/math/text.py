@@ -21,22 +21,23 @@ from hgpo_jax.envs.math.problems import Problem, Problems
 REWARD = 10.0  # of a right answer
 NOTHING = "Nothing is calculated yet."
 NO_ACTION = "Error: write one <calculate> or one <answer> and its end."
-_OPENING = re.compile("<(calculate|answer)>")
+ACTIONS = ("calculate", "answer")
 
 
-def read_action(response: str) -> tuple[str, str, bool]:
-    """Returns what a response does, "calculate", "answer" or "", the text in its first tag, and whether it is well formed.
+def read_action(response: str, actions: Sequence[str] = ACTIONS) -> tuple[str, str, bool]:
+    """Returns what a response does, one of the actions or "", the text in its first tag, and whether it is well formed.
 
     A well-formed response has one pair of tags, and nothing after it.
     """
-    opening = _OPENING.search(response)
+    tag = re.compile(f"<({'|'.join(actions)})>")
+    opening = tag.search(response)
     if opening is None:
         return "", "", False
     name, end = opening[1], f"</{opening[1]}>"
     content, closing, rest = response[opening.end() :].partition(end)
     if not closing:
         return "", "", False
-    return name, content.strip(), not rest.strip() and not _OPENING.search(content)
+    return name, content.strip(), not rest.strip() and not tag.search(content)
 
 
 class MathText:
@@ -97,9 +98,11 @@ class MathText:
         self._values[written] = value
         return "", new
 
+    def _known(self) -> list[str]:
+        return [f"{expression}={value}" for expression, value in sorted(self._values.items())]
+
     def _observation(self, message: str) -> str:
-        known = [f"{expression}={value}" for expression, value in sorted(self._values.items())]
-        return "\n".join([*known, message]).strip("\n") if known or message else NOTHING
+        return "\n".join([*self._known(), message]).strip("\n") or NOTHING
 
 
 class GeneratedMath(MathText):

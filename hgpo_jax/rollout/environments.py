@@ -22,6 +22,7 @@ from hgpo_jax.envs.household import expert as household_expert
 from hgpo_jax.envs.household.text import HouseholdTeamText, HouseholdText
 from hgpo_jax.envs.math.data import load as load_problems
 from hgpo_jax.envs.math.problems import Problems
+from hgpo_jax.envs.math.team import GeneratedTeam, ListedTeam
 from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
 from hgpo_jax.envs.protocol import Expert, Playable, members
 from hgpo_jax.envs.sokoban import Sokoban
@@ -113,13 +114,13 @@ def webshop_files(folder: str) -> list[Path]:
     return [file for (file,) in files]
 
 
-def math_text(config: Config) -> Makers:
+def math_text(generated: type[GeneratedMath], listed: type[ListedMath], config: Config) -> Makers:
     """Returns the factories of mathematics for training and for evaluation, generated or from files. Raises ConfigError."""
     env = config.env
     fields = {name: getattr(env, name) for name in GENERATED_MATH}
     if not env.data:
         try:
-            make = functools.partial(GeneratedMath, Problems(*fields.values()), env.max_turns)
+            make = functools.partial(generated, Problems(*fields.values()), env.max_turns)
         except ValueError as error:
             raise ConfigError(f"env.{error}") from None
         return make, functools.partial(make, held_out=True)
@@ -131,7 +132,7 @@ def math_text(config: Config) -> Makers:
     except (ValueError, OSError) as error:
         raise ConfigError(f"env.data={env.data}: {error}") from None
     options: dict[str, Any] = {"task_types": data.kinds, "max_turns": env.max_turns, "latex": data.latex}
-    return functools.partial(ListedMath, data.train, **options), functools.partial(ListedMath, data.test, **options)
+    return functools.partial(listed, data.train, **options), functools.partial(listed, data.test, **options)
 
 
 GENERATED_MATH = ("problems", "operations", "digits")
@@ -175,7 +176,16 @@ ENVIRONMENTS = {
         template="alfworld",
         lower_case=True,
     ),
-    "math": Environment((*GENERATED_MATH, "data", "max_turns"), text=math_text, template="math"),
+    "math": Environment(
+        (*GENERATED_MATH, "data", "max_turns"),
+        text=functools.partial(math_text, GeneratedMath, ListedMath),
+        template="math",
+    ),
+    "math_team": Environment(
+        (*GENERATED_MATH, "data", "max_turns"),
+        text=functools.partial(math_text, GeneratedTeam, ListedTeam),
+        template="math_team",
+    ),
     "webshop": Environment(
         ("data", "goal_order", "max_turns"),
         text=webshop_text,

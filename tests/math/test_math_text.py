@@ -14,7 +14,6 @@ from hgpo_jax.envs.math.text import NOTHING, GeneratedMath, ListedMath, read_act
 from hgpo_jax.rollout.chat_prompts import PromptInput, load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import check_text
-from tests.helpers.training import command, rows_of
 
 PROBLEM = Problem("Lena has 12 pens, finds 7 and triples them.", "57", 0, ("12+7", "19*3"))
 
@@ -126,13 +125,3 @@ def test_it_can_be_played(arguments, last, monkeypatch, capsys):
     with pytest.raises(SystemExit) if arguments else pytest.MonkeyPatch.context():
         play.command_line.run(play.main, (ValueError, ImportError))
     assert "".join(capsys.readouterr()).strip().splitlines()[-1] == last
-
-
-@pytest.mark.slow
-def test_a_small_policy_is_trained(tmp_path):
-    """Two iterations of a policy with the problems' words, by a method that reads the signals."""
-    fields = ("policy.hidden_size=16", "policy.num_hidden_layers=1", "rollout.prompt_groups=4", "rollout.group_size=4",
-              "learner.minibatch_size=16", "cloning.episodes=64", "cloning.max_steps=20", "cloning.check_every=20",
-              "iterations=2", "evaluation.episodes=16", "method=gdpo", "cache_dir=cache", "run_dir=run")  # fmt: skip
-    command("-m", "hgpo_jax.train", "--config", "math_small", *fields, cwd=tmp_path, devices=1)
-    assert {"signal/format", "signal/calculation"} <= rows_of(tmp_path / "run")[-1].keys()
