@@ -54,7 +54,7 @@ class MathText:
         no value, or has been made before.
     """
 
-    signals = ("format", "calculation")
+    signals: tuple[str, ...] = ("format", "calculation")
 
     def __init__(self, task_types: Sequence[str], max_turns: int, latex: bool = False):
         self.task_types, self.max_turns, self._latex = tuple(task_types), max_turns, latex
