@@ -7,16 +7,18 @@ which a comparison that takes over TIME_LIMIT seconds, or too much memory, count
 from __future__ import annotations
 
 import json
+import math
 import re
 import resource
 import select
+import signal
 import subprocess
 import sys
 from fractions import Fraction
 from importlib.util import find_spec
 
 LENGTH = 200  # characters of an answer; a longer one is wrong
-TIME_LIMIT = 3.0  # seconds for a comparison in LaTeX
+TIME_LIMIT = 5.0  # seconds for a comparison in LaTeX
 START_LIMIT = 60.0  # seconds until its process has imported what it needs
 MEMORY = 4 * 2**30  # bytes for that process
 _NUMBER = re.compile(r"([-+]?)\$?(\d+(?:,\d{3})*|(?=\.\d))(\.\d+)?(?:/(\d+))?\.?", re.ASCII)
@@ -98,7 +100,9 @@ class _Verifier:
         assert self._process and self._process.stdout
         if not select.select([self._process.stdout], [], [], limit)[0]:
             raise TimeoutError
-        return self._process.stdout.readline()
+        if not (line := self._process.stdout.readline()):
+            raise OSError("it has ended")
+        return line
 
     def close(self) -> None:
         if self._process:
@@ -115,14 +119,17 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     from math_verify import parse, verify
 
+    verify(parse("$\\frac{1}{2}$"), parse("$0.5$"))  # the first comparison takes longer
     print("ready", flush=True)
     for line in sys.stdin:
+        signal.alarm(math.ceil(TIME_LIMIT) + 1)  # ends this process if the other one, which has its limit, has ended before
         try:
-            # Its own limits use signals; the process at the other end has a limit that nothing can catch.
+            # math-verify's own limits are errors, which sympy may catch.
             right, answer = (parse(f"${text}$", parsing_timeout=None) for text in json.loads(line))
             agree = bool(right and answer and verify(right, answer, timeout_seconds=None))
         except Exception:  # any error of a library that reads anything; RecursionError and MemoryError are among them
             agree = False
+        signal.alarm(0)
         print(json.dumps(agree), flush=True)
 
 
