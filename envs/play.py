@@ -97,6 +97,21 @@ def search(args):
     return env, args.seed % len(env) if hasattr(env, "__len__") else args.seed
 
 
+def math(args):
+    """A generated problem, or one of a folder's: calculate and answer between tags."""
+    from hgpo_jax.envs.math.data import load
+    from hgpo_jax.envs.math.problems import Problems
+    from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
+
+    if args.data:
+        try:
+            data = load(args.data)
+        except ValueError as error:
+            raise ValueError(f"{args.data}: {error}") from None
+        return ListedMath(data.test, data.kinds, args.turns or 20, data.latex), args.seed % len(data.test)
+    return GeneratedMath(Problems(tuple(args.problems), args.operations, args.digits), args.turns or 20), args.seed
+
+
 def own_environment(args):
     """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS; or gymnasium:ID."""
     _, make = user_code.load(user_code.locate(args.name, user_code.ENVIRONMENTS))
@@ -160,6 +175,15 @@ def parser() -> Parser:
     g.add_argument("--top-k", type=command_line.whole_number, default=3, metavar="N", help="passages for a search; default 3")
     g.add_argument("--retriever", default="", metavar="URL", help="a server that finds the passages")
     g.add_argument("--cache", type=Path, default=Path("runs/cache"), metavar="FOLDER", help="of indexes")
+
+    g = add("math", math)
+    g.set_defaults(start=math)
+    g.add_argument("--data", type=Path, metavar="FOLDER", help="a problem of its test.jsonl")
+    g.add_argument(
+        "--problems", nargs="+", default=["arithmetic", "equation", "story"], metavar="KIND", help="kinds to draw from"
+    )
+    g.add_argument("--operations", type=int, default=2, metavar="N", help="operations in a problem, 1 to 8")
+    g.add_argument("--digits", type=int, default=2, metavar="N", help="digits of its numbers, 1 to 6")
 
     g = add("own", own_environment)
     g.set_defaults(start=own_environment)

@@ -3,6 +3,7 @@
     python -m hgpo_jax.evaluate RUN                                             repeats a run's own: RUN/evaluation.json
     python -m hgpo_jax.evaluate RUN evaluation.episodes=2048                    another: RUN/evaluations/held_out-t1-n2048.json
     python -m hgpo_jax.evaluate RUN --seeds 123,456,789 --split valid_unseen    the published protocol
+    python -m hgpo_jax.evaluate RUN --samples 16                                pass@k and avg@16: each task 16 times
     python -m hgpo_jax.evaluate HF_FOLDER --config household                    a policy without a run, as `export` writes
     python -m hgpo_jax.evaluate RUN --panel alfworld-valid_seen                 every task of a list that is the same for all
     python -m hgpo_jax.evaluate openai:URL#MODEL env.name=household_text --panel household --to FOLDER   a served policy
@@ -12,9 +13,9 @@ The held-out tasks are the same for every run, so results are comparable. With -
 tasks of its own (repeating them where an environment has fewer) and samples at evaluation.temperature; every transcript is
 kept, too.
 RUN/evaluation.json stays that of the run's own settings: all others go into evaluations/ in the first folder, or with --to
-elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -sSEEDS before the dot and the transcripts beside it (.jsonl). A file
-that was made with other settings, or of a policy of another name, is never replaced. With adapters a run plays them beside
-its weights, here they are merged; policy.compute_dtype=bfloat16 rounds what is merged.
+elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -samplesN before the dot, or with -sSEEDS and the transcripts beside it
+(.jsonl). A file that was made with other settings, or of a policy of another name, is never replaced. With adapters a run
+plays them beside its weights, here they are merged; policy.compute_dtype=bfloat16 rounds what is merged.
 
 A panel (hgpo_jax/evaluation/panels.py) decides the tasks: each is played once greedily and once sampled, or once under each
 of --seeds. evaluations/panel-NAME-tTEMPERATURE-nTASKS-sSEEDS.json holds the digests of panel and policy and every task's
@@ -37,9 +38,11 @@ from jax.sharding import Mesh
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config, cli
+from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.evaluation import panels
 from hgpo_jax.evaluation.files import OWN, file_name, refuse_another, settings_of, write
 from hgpo_jax.evaluation.held_out import describe_evaluation, describe_seeds, evaluate_seeds, play_both
+from hgpo_jax.evaluation.pass_at_k import describe_samples, evaluate_samples
 from hgpo_jax.evaluation.served import PREFIX, ServedPolicy
 from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.policy.source import find
@@ -95,7 +98,7 @@ def _prepare(
     else:
         job = build(config, mesh)
         if not args.panel:
-            return functools.partial(_evaluate, job, seeds)
+            return functools.partial(_evaluate, job, seeds, args.samples)
         play, types = panels.player(job, job.given_params), job.runner.task_types
         digest = huggingface_folder.digest(find(config.policy.source, config.cache_dir))
 
@@ -106,8 +109,11 @@ def _prepare(
     return evaluate_panel
 
 
-def _evaluate(job: Job, seeds: list[int]) -> tuple[dict, list[dict], str]:
+def _evaluate(job: Job, seeds: list[int], samples: int | None) -> tuple[dict, list[dict], str]:
     params = job.base_rollout_params(job.given_params)
+    if samples:
+        result = evaluate_samples(job, params, samples)
+        return result, [], describe_samples(result)
     if seeds:
         result, episodes = evaluate_seeds(job, params, seeds)
         return result, episodes, describe_seeds(result)
@@ -124,6 +130,9 @@ def parse() -> argparse.Namespace:
         "openai:URL#MODEL, a served one",
     )
     p.add_argument("--seeds", metavar="N,N,...", help="seeds of tasks and sampling, as in 123,456,789; of a panel, of sampling")
+    p.add_argument(
+        "--samples", metavar="N", type=whole_number, help="plays of each task, for pass@k up to N and avg@N, sampled"
+    )
     p.add_argument("--split", help="tasks to evaluate on: valid_seen or valid_unseen of ALFWorld, else held_out")
     p.add_argument(
         "--to",
@@ -141,7 +150,7 @@ def parse() -> argparse.Namespace:
 
 def print_comparison(args: argparse.Namespace) -> None:
     """Prints the comparison of two panel results. Raises ConfigError for files that cannot be compared."""
-    others = "run", "overrides", "config", "mesh", "seeds", "split", "to", "panel", "distributed"
+    others = "run", "overrides", "config", "mesh", "seeds", "samples", "split", "to", "panel", "distributed"
     if extra := [name for name in others if getattr(args, name) not in (None, [], False)]:
         raise ConfigError(f"--compare: takes two files and nothing else; leave out {', '.join(extra)}")
     a, b = map(panels.read, args.compare)
@@ -181,6 +190,9 @@ def main() -> None:
         return print_comparison(args)
     source = find_source(args)
     seeds = [] if args.seeds is None else parse_seeds(args.seeds)
+    if args.samples and (seeds or args.panel):
+        other = f"--panel {args.panel}" if args.panel else f"--seeds {args.seeds}"
+        raise ConfigError(f"--samples {args.samples}: {other} decides the plays; leave out one of the two")
     if args.panel is not None:
         if args.split:
             raise ConfigError(f"--split {args.split}: --panel {args.panel} decides the tasks; leave it out")
@@ -195,10 +207,11 @@ def main() -> None:
         panels.refuse_trained_on(args.panel, configuration.load(source.config))
     tasks = panels.panel_tasks(args.panel, config) if args.panel else []
     settings = settings_of(config)
-    in_run = source.is_run and args.to is None and not seeds
+    in_run = source.is_run and args.to is None and not seeds and not args.samples
     in_run = in_run and settings == settings_of(configuration.load(source.config))
     target = source.folder if in_run else Path(args.to) if args.to else source.folder / "evaluations"
-    file = target / (OWN if in_run else file_name(split, config.evaluation.temperature, config.evaluation.episodes, seeds))
+    about_plays = config.evaluation.temperature, config.evaluation.episodes, seeds, args.samples
+    file = target / (OWN if in_run else file_name(split, *about_plays))
     if not in_run:
         refuse_another(file, settings, source.name if args.to else None)
     evaluation = _prepare(args, config, mesh, tasks, seeds)

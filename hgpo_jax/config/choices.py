@@ -16,6 +16,8 @@ ENVIRONMENTS = (
     "sokoban",
     "sokoban_text",
     "alfworld",
+    "math",
+    "math_team",
     "webshop",
     "search",
     "agent",
@@ -55,6 +57,7 @@ ROLES = {
     "household_team": ("searcher", "carrier"),
     "household_team_text": ("searcher", "carrier"),
     "household_plan": ("planner", "executor"),
+    "math_team": ("solver", "verifier"),
 }
 HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers with adapters

@@ -41,6 +41,11 @@ class EnvConfig(Section):
         False, "household: give the signal milestones, the number of the goal's predicates that hold after a turn, for beacon"
     )
     size: int = field(6, "sokoban: cells along a room's side, outer walls included", ge=6, le=10)
+    problems: tuple[Literal["arithmetic", "equation", "story"], ...] = field(
+        ("arithmetic", "equation", "story"), "math: kinds of generated problems to draw from"
+    )
+    operations: int = field(2, "math: operations in a generated problem", ge=1, le=8)
+    digits: int = field(2, "math: digits of a generated problem's numbers", ge=1, le=6)
     compiled: bool | None = field(
         None,
         "alfworld: play the games inside the compiled rollout; default: with a small policy, and with pretrained weights "
@@ -49,8 +54,8 @@ class EnvConfig(Section):
     max_turns: int = field(20, "actions after which an episode ends", ge=1, le=1000)
     data: str = field(
         "",
-        "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files, or search's questions and passages (default: a "
-        "generated world); data=FOLDER is short for it",
+        "folder of ALFWorld's (default: ALFWORLD_DATA) or WebShop's files, of math's train.jsonl and test.jsonl (default: "
+        "generated problems), of search's questions and passages (default: a generated world); data=FOLDER is short for it",
     )
     passages: int = field(3000, "search: passages of the generated world", ge=24, le=900_000)
     top_k: int = field(3, "search: passages that answer a query", ge=1, le=100)

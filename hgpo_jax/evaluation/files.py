@@ -57,9 +57,11 @@ def settings_of(config: Config) -> dict[str, object]:
     return settings
 
 
-def file_name(split: str, temperature: float, episodes: int, seeds: list[int] | tuple[int, ...] = ()) -> str:
-    """Names the file of an evaluation, with or without seeds; another number of episodes is another evaluation."""
-    under = f"-s{'-'.join(map(str, seeds))}" if seeds else ""
+def file_name(
+    split: str, temperature: float, episodes: int, seeds: list[int] | tuple[int, ...] = (), samples: int | None = None
+) -> str:
+    """Names the file of an evaluation, with or without seeds or samples; another number of episodes is another evaluation."""
+    under = f"-s{'-'.join(map(str, seeds))}" if seeds else f"-samples{samples}" if samples else ""
     return f"{split}-t{temperature:g}-n{episodes}{under}.json"
 
 

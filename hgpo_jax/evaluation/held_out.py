@@ -52,7 +52,13 @@ def validation_tasks(job: Job, indices):
 
 
 def play_held_out(
-    job: Job, params, decoding: Decoding, seed: int | None = None, in_order: bool = False, validation: bool = False
+    job: Job,
+    params,
+    decoding: Decoding,
+    seed: int | None = None,
+    in_order: bool = False,
+    validation: bool = False,
+    sample: int = 0,
 ) -> tuple[Episodes, np.ndarray | None, list[str]]:
     """Plays one episode on each of the first `evaluation.episodes` held-out tasks, or on all if there are fewer.
 
@@ -60,17 +66,19 @@ def play_held_out(
     seed: draws other tasks and other samples; tasks are then repeated if there are fewer than `evaluation.episodes`.
     in_order: the environment's tasks in their own order; a seed only draws the samples.
     validation: `validation_tasks`, with samples of their own.
+    sample: plays the same tasks with other samples, if it is not 0.
     Returns: (Episodes of NumPy arrays, the environment's own scores f32[B] if it has any, transcripts: with a seed all of
       them, else the first of each task type and, if there are few types, the next ones).
     """
     with job.on_rollout_mesh():
-        return _play_held_out(job, params, decoding, seed, in_order, validation)
+        return _play_held_out(job, params, decoding, seed, in_order, validation, sample)
 
 
-def _play_held_out(job: Job, params, decoding: Decoding, seed: int | None, in_order: bool, validation: bool):
+def _play_held_out(job: Job, params, decoding: Decoding, seed: int | None, in_order: bool, validation: bool, sample: int):
     runner = job.runner
     count = num_evaluated(job) if seed is None else job.config.evaluation.episodes
     key = stream_key("validation_samples", 0) if validation else jax.random.key(seed or 0)
+    key = stream_key("more_samples", sample) if sample else key
     parts, scores = [], []
     transcripts: list[str] = []
     by_type: dict[int, list[str]] = {}

@@ -20,6 +20,10 @@ from hgpo_jax.envs.alfworld import expert as alfworld_expert
 from hgpo_jax.envs.household import Household, HouseholdPlan, HouseholdSubgoals, HouseholdTeam
 from hgpo_jax.envs.household import expert as household_expert
 from hgpo_jax.envs.household.text import HouseholdTeamText, HouseholdText
+from hgpo_jax.envs.math.data import load as load_problems
+from hgpo_jax.envs.math.problems import Problems
+from hgpo_jax.envs.math.team import GeneratedTeam, ListedTeam
+from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
 from hgpo_jax.envs.protocol import Expert, Playable, members
 from hgpo_jax.envs.search.makers import search_makers
 from hgpo_jax.envs.sokoban import Sokoban
@@ -122,6 +126,28 @@ def search_text(config: Config) -> Makers:
         raise ConfigError(f"env.{error}") from None
 
 
+def math_text(generated: type[GeneratedMath], listed: type[ListedMath], config: Config) -> Makers:
+    """Returns the factories of mathematics for training and for evaluation, generated or from files. Raises ConfigError."""
+    env = config.env
+    fields = {name: getattr(env, name) for name in GENERATED_MATH}
+    if not env.data:
+        try:
+            make = functools.partial(generated, Problems(*fields.values()), env.max_turns)
+        except ValueError as error:
+            raise ConfigError(f"env.{error}") from None
+        return make, functools.partial(make, held_out=True)
+    for name, value in fields.items():
+        if value != EnvConfig.model_fields[name].default:
+            raise ConfigError(f"env.{name}={value}: env.data={env.data} has the problems; leave out one of the two")
+    try:
+        data = load_problems(env.data)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"env.data={env.data}: {error}") from None
+    options: dict[str, Any] = {"task_types": data.kinds, "max_turns": env.max_turns, "latex": data.latex}
+    return functools.partial(listed, data.train, **options), functools.partial(listed, data.test, **options)
+
+
+GENERATED_MATH = ("problems", "operations", "digits")
 HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "max_turns"), ("size", "max_turns")
 household = functools.partial(_from_fields, Household, HOUSEHOLD)
 household_milestones = functools.partial(_from_fields, Household, (*HOUSEHOLD, "milestones"))
@@ -161,6 +187,16 @@ ENVIRONMENTS = {
         expert=alfworld_expert,
         template="alfworld",
         lower_case=True,
+    ),
+    "math": Environment(
+        (*GENERATED_MATH, "data", "max_turns"),
+        text=functools.partial(math_text, GeneratedMath, ListedMath),
+        template="math",
+    ),
+    "math_team": Environment(
+        (*GENERATED_MATH, "data", "max_turns"),
+        text=functools.partial(math_text, GeneratedTeam, ListedTeam),
+        template="math_team",
     ),
     "webshop": Environment(
         ("data", "goal_order", "max_turns"),

@@ -15,6 +15,7 @@ STREAMS = {
     "play": 5,
     "practice": 6,
     "cloning": 7,  # of the warm start: its play, its samples, its batches
+    "more_samples": 8,  # of held-out tasks that are played several times
 }
 _ROOT = 20260222  # any constant: it names the family of streams
 

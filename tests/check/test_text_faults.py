@@ -196,7 +196,7 @@ def test_the_command_and_its_exit_codes(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["household", "sokoban_text"])
+@pytest.mark.parametrize("name", ["household", "sokoban_text", "math", "math_team"])
 def test_ours_have_no_fault(name):
     faults, described = check(load(None, [f"env.name={name}", "env.max_turns=8"]), 8)
     assert not faults and described.startswith(f"{name}: ")

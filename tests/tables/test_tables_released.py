@@ -119,6 +119,7 @@ METHOD = {
 # Other environments' and methods' fields, places, speed, and what is written: no result depends on them here.
 ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.milestones", "env.size",
+    "env.problems", "env.operations", "env.digits",
     "env.options", "env.template", "env.data", "env.generated", "env.workers", "env.time_limit", "env.command", "env.failed",
     "env.passages", "env.top_k", "env.retriever",
     "env.num_held_out_tasks", "lora.alpha", "lora.targets", "rollout.decode_batch_size", "cloning.",
