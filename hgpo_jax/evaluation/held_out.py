@@ -89,7 +89,7 @@ def _play_held_out(job: Job, params, decoding: Decoding, seed: int | None, in_or
         tasks = validation_tasks(job, index) if validation else runner.select_tasks("held_out", of_seed, index)
         result = jax.device_get(runner.rollout(params, tasks, keys, index, decoding, held_out=True))
         # The largest arrays are not needed again; those of a whole evaluation could fill the memory.
-        parts.append(result.episodes.replace(prompts=None, logp=None))
+        parts.append(result.episodes.replace(prompts=None, logp=None, allowed=None))
         scores.append(result.report and result.report.scores)
         for i in range(min(count - first, job.batch)):
             if seed is not None:

@@ -56,6 +56,7 @@ class Environment:
     fallback: characters at the end of a malformed response that are taken as its action, as in verl-agent.
     lower_case: whether actions lose their capitals, as verl-agent's do. Elsewhere they are the policy's words, or in the
       environment's spelling where it lists such a command.
+    free_text: whether actions may hold any words, so that commands are no complete list.
     max_turns: that of a user's own environment; for built-in ones it is a field.
     digest: hash of the code of a user's own environment, "" for built-in ones.
     """
@@ -69,6 +70,7 @@ class Environment:
     template: str = "text"
     fallback: int = 30
     lower_case: bool = False
+    free_text: bool = False
     max_turns: int | None = None
     digest: str = ""
 
@@ -192,11 +194,13 @@ ENVIRONMENTS = {
         (*GENERATED_MATH, "data", "max_turns"),
         text=functools.partial(math_text, GeneratedMath, ListedMath),
         template="math",
+        free_text=True,
     ),
     "math_team": Environment(
         (*GENERATED_MATH, "data", "max_turns"),
         text=functools.partial(math_text, GeneratedTeam, ListedTeam),
         template="math_team",
+        free_text=True,
     ),
     "webshop": Environment(
         ("data", "goal_order", "max_turns"),
@@ -204,11 +208,13 @@ ENVIRONMENTS = {
         template="webshop",
         fallback=20,
         lower_case=True,
+        free_text=True,
     ),
     "search": Environment(
         ("data", "retriever", "passages", "top_k", "max_turns"),
         text=search_text,
         template="search",
+        free_text=True,
     ),
     "agent": Environment(("command", "failed", "preload", "num_held_out_tasks", "max_turns"), agent=True),
 }

@@ -172,7 +172,7 @@ class HostRollout:
         self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
         ready: list[int] = []  # episodes whose prompt waits for a slot
         prompts: dict[int, Prompt] = {}  # for the episodes in a slot
-        answers: dict[int, list[list[int]]] = {}  # what their responses may be
+        answers: dict[int, dict[tuple[int, ...], str]] = {}  # what their responses may be, and the commands that these mean
         truncated: list[int] = []  # episodes that a time limit has ended
         pending = len(episodes)  # episodes whose environments have yet to answer
         while ready or pending or prompts:
@@ -196,15 +196,18 @@ class HostRollout:
                 ready = [episode for episode in ready if episode not in prompts]
                 sampler.add(
                     [
-                        SlotRequest(episode, buffer.turn(episode), prompts[episode].ids, answers=answers[episode])
+                        SlotRequest(episode, buffer.turn(episode), prompts[episode].ids, answers=[*answers[episode]])
                         for episode in begin
                     ]
                 )
                 for response in sampler.step() if sampler.active else ():
                     ids, episode = response.tokens.tolist(), response.episode
                     ended = ids[-1] in self._format.end_tokens
-                    allowed = sets_of(answers.pop(episode), ids, self._settings.words) if self._settings.words else None
-                    actions = buffer.add_response(prompts.pop(episode), response, self._format.parse(ids), ended, allowed)
+                    parsed, commands = self._format.parse(ids), answers.pop(episode)
+                    if (command := commands.get(tuple(ids))) is not None:
+                        parsed = parsed._replace(action=command, well_formed=True)
+                    allowed = sets_of([*commands], ids, self._settings.words) if self._settings.words else None
+                    actions = buffer.add_response(prompts.pop(episode), response, parsed, ended, allowed)
                     requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
@@ -221,12 +224,14 @@ class HostRollout:
         prompts = self._format.build([buffer.prompt_input(episode) for episode in episodes])
         return dict(zip(episodes, prompts, strict=True))
 
-    def _answers(self, buffer: EpisodeBuffer, episode: int) -> list[list[int]]:
-        """Returns what an episode's next response may be; longer answers than a response are left out. Empty: anything."""
-        if not self._settings.words:
-            return []
-        answers = self._format.answers(buffer.commands(episode))
-        return [answer for answer in answers if len(answer) <= self._settings.response_limit]
+    def _answers(self, buffer: EpisodeBuffer, episode: int) -> dict[tuple[int, ...], str]:
+        """Returns what an episode's next response may be, and the command that each means. Empty: anything.
+
+        Answers that are longer than a response are left out.
+        """
+        commands = buffer.commands(episode) if self._settings.words else ()
+        answers = zip(map(tuple, self._format.answers(commands) if commands else ()), commands, strict=True)
+        return {answer: command for answer, command in answers if len(answer) <= self._settings.response_limit}
 
     def close(self) -> None:
         """Ends the worker processes."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import jax
@@ -255,15 +256,25 @@ class TextRunner:
                     log.warning("env.name=%s is played on the host: %s", env.name, error)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
-        if settings.words and not self.format.template.bare:
-            raise ConfigError(
-                "rollout.constrain=admissible: the template asks for a thought, which is free; give env.template=plain"
-            )
+        if settings.words:
+            self._check_constrained(env.name)
         self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, self.format.end_tokens
         self.signals = self.train.signals
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # The host loads only the template games from which games are generated; the warm start's expert plays there.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks
+
+    def _check_constrained(self, name: str) -> None:
+        """Raises ConfigError if answers are free, or the environment lists no commands."""
+        if not self.format.template.bare:
+            raise ConfigError(
+                "rollout.constrain=admissible: the template asks for a thought, which is free; give env.template=plain"
+            )
+        commands: Sequence[str] = ("",)
+        with contextlib.suppress(Exception):  # any error of the environment, which costs its episodes alone
+            _, commands = self.make_env().reset(0)
+        if not commands:
+            raise ConfigError(f"rollout.constrain=admissible: env.name={name} lists no commands; leave it out")
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         return (self._held_out if held_out else self.train)(params, tasks, keys, groups, decoding)

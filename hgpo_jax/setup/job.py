@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.advantages import parameters
 from hgpo_jax.config import Config
@@ -20,7 +19,7 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.loss_table import check_loss_numbers
 from hgpo_jax.learner.methods import FIRST_SIGNAL, Method, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
-from hgpo_jax.policy.mesh import make_mesh, parse_mesh
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
@@ -31,7 +30,7 @@ from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.validate import check_together
+from hgpo_jax.setup.validate import check_together, mesh_of_rollouts
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import phase
@@ -74,7 +73,7 @@ class PolicySetup:
         return self._on_rollout_mesh(copy)
 
     def _on_rollout_mesh(self, params) -> dict:
-        """Moves parameters to the mesh of the rollouts; those that are there are not copied."""
+        """Moves parameters to the mesh of the rollouts; what is there is not copied."""
         if self.rollout_mesh is None:
             return params
         return jax.device_put(params, shardings_like(params, self.model, self.rollout_mesh))
@@ -168,6 +167,22 @@ class Job:
     def merged_params(self, trained, reference) -> dict[str, dict]:
         """Returns `PolicySetup.merged_params` of each policy."""
         return self.by_policy(PolicySetup.merged_params, trained, reference)
+
+    def rollout_reference(self, reference) -> dict[str, dict]:
+        """Returns what `rollout_params` reads of the reference policies, on the mesh of the rollouts: the weights that adapters
+        adapt, one copy of those that several policies share."""
+        if self.rollout_mesh is None:
+            return reference
+        moved: dict[int, dict] = {}
+
+        def of_policy(policy: PolicySetup, params):
+            if not policy.model.lora:
+                return params
+            if id(params) not in moved:
+                moved[id(params)] = policy._on_rollout_mesh(params)
+            return moved[id(params)]
+
+        return self.by_policy(of_policy, reference)
 
     def base_rollout_params(self, params) -> dict[str, dict]:
         """Returns a rollout's parameters for weights without adapters."""
@@ -270,15 +285,12 @@ def job_meshes(config: Config) -> tuple[Mesh, Mesh | None]:
     if not config.rollout.mesh:
         return job_mesh(config), None
     devices, spec = jax.devices(), config.rollout.mesh
-    try:
-        count = math.prod(parse_mesh(spec, len(devices)).values())
-        if "-1" in spec or spec == "auto" or count == len(devices) or jax.process_count() > 1:
-            raise ValueError(
-                f"takes {count} of {len(devices)} devices; give sizes that leave some for the update, in a single process"
-            )
-        rollout_mesh = make_mesh(spec, devices[-count:])
-    except ValueError as error:
-        raise ConfigError(f"rollout.mesh={spec}: {error}") from None
+    if jax.process_count() > 1:
+        raise ConfigError(f"rollout.mesh={spec}: works in a single process; leave it out")
+    count = mesh_of_rollouts(config).size
+    if count >= len(devices):
+        raise ConfigError(f"rollout.mesh={spec}: leaves the update none of {len(devices)} devices; give smaller sizes")
+    rollout_mesh = make_mesh(spec, devices[-count:])
     check_shards(f"rollout.mesh={spec}", config, rollout_mesh)
     try:
         return job_mesh(config, devices[:-count]), rollout_mesh
@@ -308,7 +320,7 @@ def job_mesh(config: Config, devices: list | None = None) -> Mesh:
     return mesh
 
 
-def check_shards(given: str, config: Config, mesh: Mesh) -> None:
+def check_shards(given: str, config: Config, mesh: Mesh | AbstractMesh) -> None:
     """Raises ConfigError if a mesh does not divide the episodes of an iteration."""
     episodes, shards = config.rollout.prompt_groups * config.rollout.group_size, mesh.shape["data"] * mesh.shape["fsdp"]
     if episodes % shards:
@@ -331,7 +343,7 @@ def check_memory(config: Config, mesh: Mesh, rollout_mesh: Mesh | None = None) -
         raise ConfigError(str(error)) from None
     if mesh.local_devices[0].platform == "cpu":
         memory.add_checkpoint(phases)
-    if limit := memory.device_limit(mesh.local_devices):
+    if limit := memory.device_limit([*mesh.local_devices, *(rollout_mesh.local_devices if rollout_mesh else ())]):
         for given, part in {f"mesh={config.mesh}": phases, **beside}.items():
             memory.refuse_too_large(given, part, memory.peak(part), limit)
     return workload.model

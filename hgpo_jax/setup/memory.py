@@ -27,6 +27,7 @@ from hgpo_jax.policy.tokenizer import embedding_rows, vocabulary_size
 from hgpo_jax.rollout.compiled_prompts import prompt_length
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import backend, converses, environment, max_turns, role_names
+from hgpo_jax.sampling.constraint import words_of
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -77,7 +78,8 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
         always["weights that sample"] = sizes.trained * sizes.compute_bytes
     if config.lora.rank:  # the adapters are bound to it while sampling, too
         always["reference policy"] = sizes.policy * sizes.compute_bytes
-    always["episodes"] = workload.steps * (workload.prompt + 2 * workload.response + 8) * 4
+    sets = words_of(workload.model.vocab_size) if config.rollout.constrain == "admissible" else 0
+    always["episodes"] = workload.steps * (workload.prompt + (2 + sets) * workload.response + 8) * 4
     if config.rollout.overlap:
         always["episodes"] *= 2  # those that are learned from, and the next ones
     sampling = _sampling(sizes, workload, lockstep=backend(config) == "compiled")
@@ -120,9 +122,12 @@ def bytes_apart(config: Config, mesh, rollout_mesh) -> tuple[dict, dict]:
     """Like `bytes_of_run`, but of devices that only learn and of those of `rollout.mesh`, which only sample."""
     alone = config.model_copy(update={"rollout": config.rollout.model_copy(update={"overlap": 0})})
     learning, sampling = bytes_of_run(alone, mesh), bytes_of_run(alone, rollout_mesh)
+    learning["always"]["episodes"] *= 2  # those that are learned from, and the next ones
     size, always = jnp.dtype(config.policy.compute_dtype).itemsize, sampling["always"]
     kept = {"weights that sample": always["parameters"] // PARAM_BYTES * size, "episodes": always["episodes"]}
-    if config.lora.rank:
+    if config.evaluation.every:
+        kept["weights that are validated"] = kept["weights that sample"]
+    if config.lora.rank or any(role.lora_rank for role in config.roles.values()):
         kept["reference policy"] = always["reference policy"]
     return learning | {"sampling": {}}, {"always": kept, "sampling": sampling["sampling"] | {"compute copy": 0}, "update": {}}
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from jax.sharding import AbstractMesh
+
 from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
@@ -16,6 +18,7 @@ from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, Method, method_named
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, converses, environment, role_names
 from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
@@ -57,6 +60,14 @@ def check_together(config: Config) -> None:
     _check_unread(env, entry, rollout_backend)
 
 
+def mesh_of_rollouts(config: Config) -> AbstractMesh:
+    """Returns the mesh of `rollout.mesh` without devices. Raises ConfigError unless it states its sizes."""
+    try:
+        return abstract_mesh(config.rollout.mesh)
+    except ValueError as error:
+        raise ConfigError(f"rollout.{error}") from None
+
+
 def _check_environment(config: Config, entry: Environment, rollout_backend: Backend) -> None:
     env, compiled, similarity = config.env, rollout_backend == "compiled", config.advantage.similarity
     if env.compiled and (entry.compiled is None or entry.text is None):
@@ -76,8 +87,8 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
         raise ConfigError(f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out")
     if "split" in entry.options and env.split == "generated" and not (compiled or env.compiled):
         raise ConfigError("env.split=generated: has no files to play on the host; give env.compiled=true, too")
-    if config.rollout.constrain == "admissible" and entry.agent:
-        raise ConfigError("rollout.constrain=admissible: env.name=agent lists no actions; leave it out")
+    if config.rollout.constrain == "admissible" and (entry.agent or entry.free_text):
+        raise ConfigError(f"rollout.constrain=admissible: env.name={env.name} does not list all that may be said; leave it out")
     if config.rollout.constrain == "admissible" and rollout_backend == "compiled_text":
         raise ConfigError(
             f"rollout.constrain=admissible: env.name={env.name} is played as text on the device, where answers are free; give "
@@ -85,6 +96,8 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
         )
     if config.rollout.mesh and not config.rollout.overlap:
         raise ConfigError(f"rollout.mesh={config.rollout.mesh}: needs rollout.overlap=1, else half would be idle")
+    if config.rollout.mesh:
+        mesh_of_rollouts(config)
     if config.rollout.overlap and config.learner.offload:
         raise ConfigError(
             f"rollout.overlap={config.rollout.overlap}: with learner.offload=true the update's arrays would be on the devices "

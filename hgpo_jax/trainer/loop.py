@@ -58,6 +58,7 @@ class Training:
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
         params = starting_params(job, folder)
         self.reference = job.reference_copy(params)
+        self.rollout_reference = job.rollout_reference(self.reference)
         self.state = self._restore(like) if done else init(params)
         self.train_step = compiling.result()
         reference_ids = set(map(id, jax.tree.leaves(self.reference)))
@@ -121,7 +122,7 @@ class Training:
         return like.from_checkpoint(self.checkpoints.restore(self.done, like.to_checkpoint()))
 
     def _rollout_params(self):
-        return self.job.rollout_params(self.state.params, self.reference)
+        return self.job.rollout_params(self.state.params, self.rollout_reference)
 
     def _validate_and_save(self, iteration: int) -> dict:
         """Saves and validates the policy at the start of an iteration, if either is due; returns the validation's metrics."""
@@ -147,7 +148,7 @@ class Training:
         began = time.perf_counter()
         with phase("rollout", says_end=False):
             trained = self.state.sampler or self.state.params
-            params = self.job.rollout_params(trained, self.reference)
+            params = self.job.rollout_params(trained, self.rollout_reference)
             (episodes, report), sums, counts = sample(self.job, params, iteration)
         self.recorder.time_phase("rollout", episodes.mask, began)
         self.recorder.dump(iteration, episodes, report)

@@ -24,8 +24,8 @@ from hgpo_jax.rollout.environments import backend, environment
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, job_meshes, open_devices, work_of
-from hgpo_jax.setup.validate import check_together
+from hgpo_jax.setup.job import Job, PolicySetup, Runner, build, check_shards, job_meshes, open_devices, work_of
+from hgpo_jax.setup.validate import check_together, mesh_of_rollouts
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
 from hgpo_jax.trainer.loop import Training, refusals
@@ -106,6 +106,8 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
     config = find_run(fields, resume, allowed).config
     check_together(config)
     try:
+        if config.mesh == "auto":
+            open_devices()
         mesh = job_meshes(config)[0] if config.mesh == "auto" else abstract_mesh(config.mesh)
         entry = environment(config.env)
         if backend(config) == "compiled_text" and config.env.compiled is None:  # it would write the tables of its games
@@ -114,7 +116,8 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
         models = {name: memory.workload_of(each, mesh).model for name, each in memory.configs_by_policy(config).items()}
         plans = [(mesh, memory.bytes_of_run(config, mesh))]
         if config.rollout.mesh:
-            apart = abstract_mesh(config.rollout.mesh)
+            apart = mesh_of_rollouts(config)
+            check_shards(f"rollout.mesh={config.rollout.mesh}", config, apart)
             plans = list(zip((mesh, apart), memory.bytes_apart(config, mesh, apart), strict=True))
         if makers or entry.agent:
             source = config.policy.tokenizer or config.policy.source

@@ -104,8 +104,10 @@ def _prepare(config: Config, folder: Path) -> tuple[list[tuple[str, list[str]]],
     """Writes what the stages need to the folder; returns their titles and commands, and what they do not show."""
     axes = _axes(config.mesh)
     fields, unseen = smaller(config, axes), []
+    apart = _axes(config.rollout.mesh) if config.rollout.mesh else axes
     if sources := {config.policy.source, *(role.policy for role in config.roles.values())} - {"", "own"}:
-        unseen += _save_policies(config, sources, axes, fields, folder)
+        both = {axis: math.lcm(size, apart[axis]) for axis, size in axes.items()}
+        unseen += _save_policies(config, sources, both, fields, folder)
     file, run = folder / "rehearsal.yaml", folder / "run"
     file.write_text(yaml.safe_dump(fields, sort_keys=False))
     say(f"rehearsal of {config.name} in {folder}: {config.method}, mesh {axes}\n{_changes(config, fields)}")
@@ -140,7 +142,7 @@ def smaller(config: Config, axes: dict[str, int]) -> dict:
     rollout, learner = fields["rollout"], fields["learner"]
     rollout["prompt_groups"] = shards // math.gcd(shards, rollout["group_size"]) * (1 if shards > 2 else 2)
     episodes = rollout["prompt_groups"] * rollout["group_size"]
-    rollout["decode_batch_size"] = min(rollout["decode_batch_size"], max(1, episodes // axes["data"] // 2))
+    rollout["decode_batch_size"] = min(rollout["decode_batch_size"], max(1, episodes // apart["data"] // 2))
     learner["minibatch_size"] = min(learner["minibatch_size"], 2 * learner["microbatch_size"] * shards)
     fields |= {"run_dir": "", "iterations": 2, "name": f"rehearsal-{config.name}"[:100]}
     fields["log"]["wandb"] = False

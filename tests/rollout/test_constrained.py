@@ -20,6 +20,7 @@ from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.runners import CompiledRunner
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.setup.job import build
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer.step import training_batch
 from tests.helpers.plain_rollout import action_of, check_against_plain_play
@@ -96,7 +97,7 @@ class Spelled:
         return [[1 + code // 5, 1 + code % 5, *[1] * (2 * (code == 24)), *self.end_tokens] for code in codes]
 
     def parse(self, ids):
-        return ParsedResponse(str(ids), COMMANDS[5 * (ids[0] - 1) + ids[1] - 1], True)
+        return ParsedResponse(str(ids), "what the text would say", False)
 
 
 class Choosy:
@@ -123,7 +124,7 @@ def test_a_host_rollout_samples_the_listed_commands():
     rollout = HostRollout(Choosy, form, {SHARED: network(TEXT_MODEL)}, mesh, settings)
     params, keys = initialize(TEXT_MODEL, 0, mesh), jax.random.split(jax.random.key(1), B)
     e, report = rollout({SHARED: params}, TASKS, keys, TASKS, Decoding(temperature=TEMPERATURE))
-    assert e.mask.all() and report.counts["inadmissible"] == 0
+    assert e.mask.all() and report.counts["inadmissible"] == report.counts["malformed"] == 0 and not e.invalid.any()
     shapes = jax.tree.map(lambda a: (a.shape, a.dtype), (e, rollout.abstract_episodes()))
     assert shapes[0] == shapes[1]
     for b in range(B):
@@ -135,7 +136,7 @@ def test_a_host_rollout_samples_the_listed_commands():
             for i in range(e.responses.shape[-1]):
                 going_on = {a[i] for a in answers if a[:i] == response[:i]} if i < len(response) else set()
                 assert {token for token in range(32) if int(e.allowed[b, t, i, 0]) >> token & 1} == going_on
-            _, commands, *_ = env.step(form.parse(response).action)
+            _, commands, *_ = env.step(COMMANDS[5 * (response[0] - 1) + response[1] - 1])
     batch = training_batch(e)
     logp, _ = token_logprobs(nnx.merge(network(TEXT_MODEL), params), batch, temperature=TEMPERATURE)
     np.testing.assert_allclose(logp, batch.old_logp, atol=1e-5)
@@ -150,8 +151,9 @@ def test_devices_change_nothing():
 
 def test_what_lists_no_actions_is_refused():
     config = load(None, ["rollout.constrain=admissible"])
-    with refused("rollout.constrain=admissible: env.name=agent lists no actions"):
-        check_together(load(None, ["rollout.constrain=admissible", "env.name=agent"]))
+    for name in ("agent", "webshop", "search", "math"):
+        with refused(f"rollout.constrain=admissible: env.name={name} does not list all that may be said"):
+            check_together(load(None, ["rollout.constrain=admissible", f"env.name={name}"]))
     with refused("rollout.constrain=admissible: env.name=alfworld is played as text on the device"):
         check_together(load(None, ["rollout.constrain=admissible", "env.name=alfworld", "policy=a", "warm_start=none"]))
     with refused("rollout.constrain=admissible: method=hapo compares how uncertain tokens are"):
@@ -167,3 +169,27 @@ def test_what_lists_no_actions_is_refused():
         env.admissible = wrong
         with refused(f"rollout.constrain=admissible: Household: admissible(state) {found}"):
             CompiledRunner(config, env, {}, None, mesh_of("data=1"))
+
+
+class Silent(Choosy):
+    """Lists nothing."""
+
+    def _offer(self):
+        super()._offer()
+        return "anything", []
+
+    def expert(self, history_length):
+        return "anything"
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "message"),
+    [
+        ("household_text", "household", "the template asks for a thought, which is free; give env.template=plain"),
+        (f"{__file__}:Silent", "plain", "Silent lists no commands; leave it out"),
+    ],
+)
+def test_text_whose_answers_are_free_is_refused(name, template, message):
+    fields = ["rollout.constrain=admissible", f"env.name={name}", f"env.template={template}", "warm_start=none"]
+    with refused(message):
+        build(load("text_small", fields), mesh_of())

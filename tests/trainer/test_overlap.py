@@ -46,11 +46,15 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def cache(folder, monkeypatch):
     before = jax.sharding.get_mesh()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "job_mesh", lambda config, devices=None: mesh_of())
-        yield tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(job, "job_mesh", lambda config, devices=None: mesh_of())
+    yield folder
     jax.set_mesh(before)
 
 
@@ -137,7 +141,7 @@ def test_the_weights_from_before_an_update_sample_what_comes_after_it(overlap, s
     monkeypatch.setattr(loop, "Recorder", Mock())
     run = object.__new__(loop.Training)
     run.job, run.config, run.folder, run.done, run.reference, run.on_iteration = here, config, Path(), 0, {SHARED: {}}, None
-    run.train_step = train_step
+    run.train_step, run.rollout_reference = train_step, run.reference
     run.checkpoints = Mock(save=save, latest=lambda: max(saved, default=None))
     weights = [{SHARED: {"weight": jnp.float32(0)}} for _ in range(2)]
     run.state = TrainState(weights[0], {}, sampler=weights[1] if overlap else None)
@@ -161,6 +165,9 @@ def test_what_does_not_overlap_is_refused():
         check_together(load(None, ["rollout.overlap=1", "learner.offload=true"]))
     with refused("rollout.mesh=data=1: needs rollout.overlap=1", ConfigError):
         check_together(load(None, [APART]))
+    for spec, message in (("auto", "rollout.mesh='auto': give all sizes"), ("rows=1", "rollout.mesh='rows=1': expected ")):
+        with refused(message, ConfigError):
+            check_together(load(None, ["rollout.overlap=1", f"rollout.mesh={spec}"]))
     with refused("rollout.overlap=2: must be less than or equal to 1", ConfigError):
         load(None, ["rollout.overlap=2"])
     with refused("rollout.overlap=1: method=gspo clips ratios that one update already exceeds; give", ConfigError):
@@ -176,9 +183,8 @@ def test_rollouts_have_the_last_devices_for_themselves():
     assert [list(mesh.devices.flat) for mesh in (learn, play)] == [jax.devices()[:4], jax.devices()[4:]]
     assert of("rollout.mesh=fsdp=4")[0].size == 4  # mesh=auto has the others
     for fields, message in (
-        (["rollout.mesh=data=8"], "rollout.mesh=data=8: takes 8 of 8 devices; give sizes that leave some"),
-        (["rollout.mesh=auto"], "rollout.mesh=auto: takes 8 of 8 devices; give sizes"),
-        (["rollout.mesh=rows=1"], "rollout.mesh=rows=1: mesh='rows=1': expected auto or each of data, fsdp"),
+        (["rollout.mesh=data=8"], "rollout.mesh=data=8: leaves the update none of 8 devices; give smaller sizes"),
+        (["rollout.mesh=auto"], "rollout.mesh='auto': give all sizes"),
         (["rollout.mesh=data=3"], "rollout.mesh=data=3: data x fsdp = 3 does not divide the 256 episodes"),
         (["mesh=data=8", APART], "all (rollout.mesh=data=1 takes 1)"),
     ):
@@ -209,10 +215,14 @@ def test_the_memory_plan_of_devices_that_only_learn_or_only_sample(lora):
     alone = load(None, ["policy.compute_dtype=bfloat16", *lora])
     learn, play = memory.bytes_apart(config, mesh_of(), make_mesh("data=2", jax.devices()[-2:]))
     whole = memory.bytes_of_run(alone, mesh_of())
+    whole["always"]["episodes"] *= 2  # the next ones arrive while an update runs
     assert learn == whole | {"sampling": {}}
     assert play["update"] == {} and play["always"]["weights that sample"] == whole["always"]["parameters"] // 2
     assert set(play["always"]) == {"weights that sample", "episodes", *(["reference policy"] if lora else [])}
     assert play["sampling"]["key-value cache"] > 0 == play["sampling"]["compute copy"]
+    validated = load(None, ["rollout.overlap=1", "policy.compute_dtype=bfloat16", "evaluation.every=1", *lora])
+    more = memory.bytes_apart(validated, mesh_of(), mesh_of())[1]["always"]
+    assert more["weights that are validated"] == more["weights that sample"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
