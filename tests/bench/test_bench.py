@@ -154,7 +154,7 @@ def parse(arguments):
     (["rollout", "--mean", "1"], "--mean 1: must be 2 or more"),
     (["rollout", "--shortest-prompt", "2000"], "--shortest-prompt 2000: is above --longest-prompt 1200"),
     (["plan", "--mesh", "data=1", "--chip", "h100-80g", "--compile", "v5e:2x4"], "--chip h100-80g: --compile v5e:2x4"),
-    (["envs"], "nothing is asked for; give --alfworld, --webshop, --products, --waiting"),
+    (["envs"], "nothing is asked for; give --alfworld, --webshop, --products, --passages, --waiting"),
 ])  # fmt: skip
 def test_refusals(refused, arguments, said):
     assert said in refused(*arguments)

@@ -12,7 +12,6 @@ import pytest
 
 import hgpo_jax
 from hgpo_jax.setup import job
-from hgpo_jax.trainer import main
 from tests.helpers.byte_policy import byte_policy
 from tests.helpers.tiny import mesh_of
 from tests.helpers.training import TINY
@@ -25,8 +24,7 @@ FIELDS = dict(field.split("=") for field in TINY)
 def one_device():
     """Runs of test_train.py's programs, which are then compiled once."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (job, main):
-            patch.setattr(module, "job_mesh", lambda config: mesh_of())
+        patch.setattr(job, "job_mesh", lambda config: mesh_of())
         yield
 
 

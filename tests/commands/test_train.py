@@ -63,7 +63,7 @@ def run(base):
     """A run in this process, on one of its devices."""
     folder, told = base / "run", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(told):
-        patch.setattr(main, "job_mesh", lambda config: mesh_of())
+        patch.setattr(main, "job_meshes", lambda config: (mesh_of(), None))
         patch.setattr(sys, "argv", ["train", *TINY, *SEEN, f"run_dir={folder}", f"cache_dir={base / 'cache'}"])
         cli.run(train.main)
     folder.with_suffix(".log").write_text(told.getvalue())

@@ -1,5 +1,6 @@
 """A job whose episodes are random numbers: for what is counted and written, not what is played."""
 
+import contextlib
 import dataclasses
 from types import SimpleNamespace
 
@@ -44,6 +45,7 @@ class FakeJob:
     runner: Runner
     batch: int = 4
     given_params = None
+    on_rollout_mesh = staticmethod(contextlib.nullcontext)
 
     def base_rollout_params(self, params):
         return params

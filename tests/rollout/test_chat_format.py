@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hgpo_jax.policy.answers import find_action
 from hgpo_jax.policy.chat_template import ChatFrame
-from hgpo_jax.rollout.chat_prompts import TEMPLATES, ChatFormat, PromptInput, Template
+from hgpo_jax.rollout.chat_prompts import TEMPLATES, ChatFormat, PromptInput, Template, load_template
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment
 from tests.helpers.chat_tokenizers import byte_tokenizer, folding_tokenizer, qwen_tokenizer
 
@@ -19,7 +19,7 @@ HISTORY = [("seen one", "did one"), ("seen two", "did two")]
 LATER = VIEW._replace(history=HISTORY, turn=7)
 LOADERS = {"bytes": functools.cache(byte_tokenizer), "qwen2.5": functools.cache(qwen_tokenizer)}
 QWEN = pytest.param("qwen2.5", marks=pytest.mark.needs("data"))
-ENTRIES = [entry for entry in ENVIRONMENTS.values() if entry.text]
+ENTRIES = [entry for entry in ENVIRONMENTS.values() if entry.text and not load_template(entry.template).bare]
 FALLBACK = {entry.template: entry.fallback for entry in (*ENTRIES, Environment())}
 both = pytest.mark.parametrize("tokenizer", ["bytes", QWEN])
 

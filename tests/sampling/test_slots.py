@@ -105,22 +105,6 @@ def check(responses, requests, decoding=PLAIN):
         np.testing.assert_allclose(responses[request.episode].logp, logp, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
-def test_responses_are_one_of_their_requests_answers(spec):
-    """As `generate` samples them; some requests have none and are free."""
-    random = np.random.default_rng(2)
-    words = [token for token in range(6) if token not in ENDS]  # few, so that answers begin alike
-    answer = lambda: [*random.choice(words, random.integers(1, 12)).tolist(), ENDS[0]]  # noqa: E731
-    requests = [
-        request._replace(answers=[answer() for _ in range(random.integers(1, 20) if request.episode % 4 else 0)])
-        for request in random_requests(5)
-    ]
-    responses = play(make_sampler(PLAIN, spec, words=1), requests, spec)
-    check(responses, requests)
-    for request in requests:
-        assert not request.answers or responses[request.episode].tokens.tolist() in request.answers
-
-
 def mixed(seed: int) -> list[SlotRequest]:
     """Short prompts, then some for which the caches grow."""
     return random_requests(seed)[:16] + random_requests(seed, longest=LONG)[16:]
@@ -361,3 +345,19 @@ def test_what_loses_its_slot_goes_to_the_row_of_the_oldest():
     assert held.match(longer[4], [[0]]) == Match(0, 1, 0, 6)
     held.make_store(1)
     assert held.match(longer[4], [[0]]) is None
+
+
+@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+def test_responses_are_one_of_their_requests_answers(spec):
+    """As `generate` samples them; some requests have none and are free."""
+    random = np.random.default_rng(2)
+    words = [token for token in range(6) if token not in ENDS]  # few, so that answers begin alike
+    answer = lambda: [*random.choice(words, random.integers(1, 12)).tolist(), ENDS[0]]  # noqa: E731
+    requests = [
+        request._replace(answers=[answer() for _ in range(random.integers(1, 20) if request.episode % 4 else 0)])
+        for request in random_requests(5)
+    ]
+    responses = play(make_sampler(PLAIN, spec, words=1), requests, spec)
+    check(responses, requests)
+    for request in requests:
+        assert not request.answers or responses[request.episode].tokens.tolist() in request.answers

@@ -101,7 +101,8 @@ def test_sets_of_weights_are_named_by_their_roles():
 
 
 def test_the_roles_of_our_environments_are_known_before_they_are_made():
-    made = {name: role_names(load(None, [f"env.name={name}"])) for name in ENVIRONMENTS if name.startswith("household")}
+    names = [name for name in ENVIRONMENTS if name.startswith(("household", "math"))]
+    made = {name: role_names(load(None, [f"env.name={name}"])) for name in names}
     assert {name: roles for name, roles in made.items() if len(roles) > 1} == ROLES
 
 
@@ -262,7 +263,7 @@ def test_answers_that_do_not_fit_are_refused(cache):
 
 def test_a_policy_with_another_tokenizer_is_refused(shared, tmp_path):
     def sets(source):
-        return make_policies(load(None, [*TEAM, f"roles.searcher.policy={source}"]), shared.policy.initial, shared.mesh)
+        return make_policies(load(None, [*TEAM, f"roles.searcher.policy={source}"]), shared.policy.initial, shared.mesh, None)
 
     given = dataclasses.replace(shared.policy.initial, tokenizer=word_tokenizer(["other"]))
     for name, policy in (("mine", shared.policy.initial), ("other", given)):

@@ -201,7 +201,7 @@ def test_what_a_role_has_of_its_own_is_compared_field_by_field(tmp_path):
 
 
 # Written down again: a field that slips into the product's list would let a resumed run learn something else, unsaid.
-CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers", "env.preload", "rollout.store"}
+CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers", "env.preload", "rollout.store", "rollout.mesh"}
 
 
 def test_every_field_is_compared_but_for_those_that_change_nothing_that_is_learned(tmp_path):
@@ -314,7 +314,7 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
     """Both found an empty folder; the other one was killed before this one had built its job and got the lock."""
     folder = tmp_path / "run"
 
-    def slow_build(config, mesh):
+    def slow_build(config, *meshes):
         begun(folder)
         (folder / "episodes").mkdir()
         (folder / "episodes" / "iteration-00009.npz").touch()
@@ -322,7 +322,7 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
 
     monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
-        main.run(configuration.load(), None, folder, False, None, None)
+        main.run(configuration.load(), (None, None), folder, False, None, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
 
 
