@@ -103,9 +103,12 @@ def _join(words) -> str:
 
 @functools.cache
 def one_cpu() -> jax.sharding.Mesh:
-    """Returns a mesh of one CPU: the caller's mesh may hold many devices, and a small environment needs none of them."""
+    """Returns a mesh of one CPU: the caller's mesh may hold many devices, and a small environment needs none of them.
+
+    It is the last one: a device runs one program at a time, and the first one is where updates of simulated devices run.
+    """
     axis = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((1,), ("environment",), axis_types=axis, devices=jax.local_devices(backend="cpu")[:1])
+    return jax.make_mesh((1,), ("environment",), axis_types=axis, devices=jax.local_devices(backend="cpu")[-1:])
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,7 +19,7 @@ from hgpo_jax.learner import methods
 from hgpo_jax.learner.methods import estimator_options
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import BLANK, END, PAD
-from hgpo_jax.rollout.environments import role_names
+from hgpo_jax.rollout.backend import role_names
 from hgpo_jax.rollout.episodes import Episodes, dumped
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import branch_mark, outcome_of

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from hgpo_jax.bench.limits import Rates, decode_flops, forward_flops, read_bytes
 from hgpo_jax.config import Config
 from hgpo_jax.learner.methods import method_named
-from hgpo_jax.rollout.environments import backend, max_turns
+from hgpo_jax.rollout.backend import backend
+from hgpo_jax.rollout.environments import max_turns
 from hgpo_jax.setup.memory import Workload
 
 # Of one device, for dense bfloat16 products (vendors' data sheets).

@@ -35,8 +35,9 @@ from hgpo_jax.policy import network, shapes, shardings
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.rollout.backend import backend, converses
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
-from hgpo_jax.rollout.environments import backend, converses, environment, max_turns
+from hgpo_jax.rollout.environments import environment, max_turns
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, make_sampler
 from hgpo_jax.sampling.slot_programs import SlotPrograms

@@ -28,7 +28,8 @@ from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.loss_table import aggregation
 from hgpo_jax.learner.methods import METHODS, Method
 from hgpo_jax.learner.optimizer import make_optimizer
-from hgpo_jax.learner.update import make_policy_loss, make_update
+from hgpo_jax.learner.policy_loss import make_policy_loss
+from hgpo_jax.learner.update import make_update
 from hgpo_jax.policy import LoraConfig, ModelConfig, initialize, lora
 from hgpo_jax.policy.placement import shardings_like, storage_shardings
 from hgpo_jax.utils.errors import ConfigError

@@ -26,8 +26,9 @@ from hgpo_jax.config import Config, cli
 from hgpo_jax.envs.command_line import printable, whole_number
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
-from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, backend, expert_of, is_compiled, made_outside
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.utils.errors import ConfigError, one_line
 

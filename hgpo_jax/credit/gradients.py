@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.learner.update import make_logprobs
+from hgpo_jax.learner.logprobs import make_logprobs
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.placement import cast
 from hgpo_jax.rollout.episodes import Episodes

@@ -9,169 +9,22 @@ sequences.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from hgpo_jax.config import LearnerConfig
-from hgpo_jax.learner import loss_table, losses
+from hgpo_jax.learner import losses
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
-from hgpo_jax.learner.methods import Method
-from hgpo_jax.policy import ModelConfig, lora, network
+from hgpo_jax.learner.policy_loss import Loss
 from hgpo_jax.policy.mesh import max_across_devices
 from hgpo_jax.policy.placement import cast
-from hgpo_jax.policy.transformer import Qwen2
-from hgpo_jax.policy.vocabulary import gather_logprobs
-from hgpo_jax.sampling.constraint import restrict
 
-Two = tuple[jax.Array, jax.Array]
-# (params, reference, microbatch) -> (numerator, stats, the largest difference of log-probabilities); see `make_update`.
-Loss = Callable[[Any, Any, TrainingBatch], tuple[jax.Array, losses.Stats, jax.Array]]
 Update = Callable[..., tuple[Any, Any, dict[str, jax.Array]]]
-MAX_LOGITS = 2**26  # 256 MB in float32, over the devices of fsdp and tensor together
-
-
-def token_logprobs(
-    model: Qwen2, batch: TrainingBatch, *, temperature: float = 1.0, remat: str = "none", max_logits: int = MAX_LOGITS
-) -> Two:
-    """Computes log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
-
-    Where decoding was constrained (`batch.allowed`), both are of the distribution over the allowed tokens, as in sampling.
-
-    temperature: of the distribution, as in sampling.
-    max_logits: logits to hold at a time, over the devices of fsdp and tensor together; if the predictions need more, they are
-    computed in chunks, and again in the backward pass. All logits together would be by far the largest array of an update
-    (4,096 tokens of a vocabulary of 151,936 are 2.5 GB), and are never needed at once.
-    """
-    layout = batch.sequences()
-    index = layout.response_index(batch.responses.shape[1], batch.response_lengths)
-    hidden = model.hidden(layout.tokens, layout.predict_slots, segment_start=layout.segment_start, remat=remat)
-    M, Q = layout.predict_slots.shape
-    targets = jnp.zeros((M, Q), jnp.int32).at[index].set(batch.responses, mode="drop")
-    chosen: tuple[jax.Array, ...] = hidden, targets
-    if batch.allowed is not None:
-        words = batch.allowed.shape[-1]
-        chosen += (jnp.zeros((M, Q, words), jnp.uint32).at[index].set(batch.allowed, mode="drop"),)
-
-    def logprobs_of_chunk(model: Qwen2, hidden: jax.Array, targets: jax.Array, allowed: jax.Array | None = None) -> Two:
-        logps = jax.nn.log_softmax(restrict(model.logits(hidden) / temperature, allowed))
-        return gather_logprobs(logps, targets), -(jnp.exp(logps) * logps).sum(-1)
-
-    width = max(1, min(Q, max_logits // (M * model.c.vocab_size)))  # predictions of each sequence at a time
-    if width == Q:
-        out = logprobs_of_chunk(model, *chosen)
-    else:
-        chunks = -(-Q // width)
-
-        def split(a: jax.Array) -> jax.Array:
-            a = jnp.pad(a, ((0, 0), (0, chunks * width - Q), *((0, 0),) * (a.ndim - 2)))
-            return jnp.moveaxis(a.reshape(M, chunks, width, *a.shape[2:]), 1, 0)
-
-        graphdef, weights = nnx.split(model)
-        body = jax.checkpoint(lambda weights, *inputs: logprobs_of_chunk(nnx.merge(graphdef, weights), *inputs))
-        out = jax.lax.map(lambda inputs: body(weights, *inputs), tuple(split(a) for a in chosen))
-        out = jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(M, -1)[:, :Q], out)
-    logp, entropy = (a.at[index].get(mode="fill", fill_value=0) for a in out)
-    return logp, entropy
-
-
-def make_logprobs(
-    model: ModelConfig, temperature: float = 1.0, remat: str = "none"
-) -> Callable[[Any, Any, TrainingBatch], Two]:
-    """Builds `logprobs(params, reference, batch)`, `token_logprobs` of parameters.
-
-    With `model.lora`, params are adapters and reference the weights that they are bound to; otherwise reference is not read.
-    """
-    graphdef = network(model)
-
-    def logprobs(params: Any, reference: Any, batch: TrainingBatch) -> Two:
-        if model.lora:
-            params = lora.bind(reference, params)
-        return token_logprobs(nnx.merge(graphdef, params), batch, temperature=temperature, remat=remat)
-
-    return logprobs
-
-
-def make_policy_loss(
-    model: ModelConfig,
-    config: LearnerConfig,
-    method: Method,
-    temperature: float,
-    roles: Sequence[str] = (),
-    plan_words: int = 0,
-) -> Loss:
-    """Builds the configured loss + KL to the reference policy - entropy bonus, as numerators: `loss(params, reference, batch)`.
-
-    Params and reference as for `make_logprobs`; with a KL, reference is always read. With several roles, which
-    `batch.agents` index, there are statistics for each. plan_words: words of an answer before its action, for losses that
-    ask which tokens plan.
-    """
-    logprobs, plain = make_logprobs(model, temperature, config.remat), network(dataclasses.replace(model, lora=None))
-    aggregate, surrogate = loss_table.aggregation(config, method), loss_table.configured(config, method)
-
-    def loss(params: Any, reference: Any, batch: TrainingBatch) -> tuple[jax.Array, losses.Stats, jax.Array]:
-        mask = batch.response_mask()
-        logp, entropy = logprobs(params, reference, batch)
-        planning = mask & (jnp.arange(mask.shape[1]) < plan_words) if plan_words else None
-        further = {"entropy": entropy, "planning": planning, "margins": batch.margins}
-        _, stats = surrogate(logp, batch.old_logp, batch.advantages, mask, **further)
-        total = stats["loss"][0]
-        tokens = {"entropy": entropy}
-        if config.kl_weight:
-            reference_logp, _ = token_logprobs(nnx.merge(plain, reference), batch, temperature=temperature)
-            _, kl = losses.kl_loss(logp, jax.lax.stop_gradient(reference_logp), mask, aggregate=aggregate)
-            total += config.kl_weight * kl["loss"][0]
-            stats["kl"] = kl["kl"]
-            tokens["kl"] = losses.kl(logp, reference_logp)
-        stats["entropy"] = losses.reduce_tokens(entropy, mask, "token-mean")
-        total -= config.entropy_weight * losses.reduce_tokens(entropy, mask, aggregate)[0]
-        # Distance between the sampler's and the trainer's log-probabilities; exact only before the first step.
-        difference = jnp.where(mask, jnp.abs(logp - batch.old_logp), 0.0)
-        if len(roles) > 1:
-            others = batch.old_logp, batch.advantages, mask
-            slope = jax.grad(lambda logp: surrogate(logp, *others, **further)[1]["loss"][0])(jax.lax.stop_gradient(logp))
-            assert batch.agents is not None
-            stats |= role_stats(roles, batch.agents, mask, tokens, slope)
-        return total, stats, difference.max(initial=0.0)
-
-    return loss
-
-
-def role_stats(
-    roles: Sequence[str], agents: jax.Array, mask: jax.Array, tokens: dict[str, jax.Array], slope: jax.Array
-) -> losses.Stats:
-    """Computes statistics of N decisions by role: the mean of each array of `tokens`, f32[N, R], and `logp_gradient_share`.
-
-    agents: i32[N], indices into `roles`; mask: bool[N, R]. slope: f32[N, R], the derivative of the policy loss with respect to
-    each token's log-probability; a role's share is its part of the sum of squares. It shows which role's tokens the loss
-    affects most, and needs no second backward pass through the network.
-    """
-    stats: losses.Stats = {}
-    squares = jnp.where(mask, slope**2, 0.0)
-    for index, role in enumerate(roles):
-        acts = (agents == index)[:, None]
-        stats |= {f"by_role/{name}/{role}": losses.reduce_tokens(of, mask & acts, "token-mean") for name, of in tokens.items()}
-        stats[f"by_role/logp_gradient_share/{role}"] = jnp.where(acts, squares, 0.0).sum(), squares.sum()
-    return stats
-
-
-def make_cloning_loss(model: ModelConfig, remat: str = "none") -> Loss:
-    """Builds the cross-entropy of the responses: `loss(params, reference, batch)`, parameters as for `make_logprobs`."""
-    logprobs = make_logprobs(model, remat=remat)
-
-    def loss(params: Any, reference: Any, batch: TrainingBatch) -> tuple[jax.Array, losses.Stats, jax.Array]:
-        logp, _ = logprobs(params, reference, batch)
-        part = losses.reduce_tokens(-logp, batch.response_mask(), "token-mean")
-        return part[0], {"loss": part}, jnp.float32(0)
-
-    return loss
 
 
 class EpochState(NamedTuple):

@@ -10,7 +10,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -30,15 +30,10 @@ from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.rollout.alfworld_games import alfworld, alfworld_games, alfworld_text
-from hgpo_jax.rollout.chat_prompts import load_template
-from hgpo_jax.rollout.requirements import ONE_ROLE, check_compiled, check_text, roles_of
+from hgpo_jax.rollout.requirements import check_compiled, check_text
 from hgpo_jax.utils.errors import ConfigError
 
 Makers = tuple[Callable[[], Any], Callable[[], Any]]  # makers of a text environment for training, and of one for the evaluation
-
-# Where episodes are played. `compiled`: in one program with the policy, whose tokens are the environment's own words;
-# `compiled_text`: in one program with a language model, which reads text; `host`: as text, in Python.
-Backend = Literal["compiled", "compiled_text", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +41,7 @@ class Environment:
     """The object behind an environment's name.
 
     options: fields of `env` that it reads, besides the common ones.
-    compiled: makes the compiled environment. text: returns the factories of the text environment. If both exist, `backend`
+    compiled: makes the compiled environment. text: returns the factories of the text environment. If both exist, `backend.py`
       decides between them.
     games: the numbers of the games of each stream of tasks (`rollout/tasks.py`), i32[.], if a compiled environment has a
       list of games; otherwise its tasks are generated.
@@ -225,55 +220,9 @@ def environment(env: EnvConfig) -> Environment:
     return ENVIRONMENTS[env.name] if env.name in ENVIRONMENTS else _from_outside(*_outside(env), env.time_limit)
 
 
-def backend(config: Config) -> Backend:
-    """Decides where the configured environment is played, and in which form the policy reads it.
-
-    An environment that is both compiled and text is text for a policy that reads text. It is played on the device unless
-    `env.workers` or `env.compiled=false` ask for the host. With random weights it is played on the device only on demand
-    (`env.compiled=true`), because the output of such a policy cannot be reproduced there.
-    """
-    entry = environment(config.env)
-    if entry.compiled is None or entry.text is None:
-        return "compiled" if entry.compiled else "host"
-    if config.env.compiled is not False and not (config.policy.tokenizer or _reads_text(config.policy.source)):
-        return "compiled"
-    if config.env.compiled is None:
-        return "compiled_text" if config.policy.source and not config.env.workers and not converses(config) else "host"
-    return "compiled_text" if config.env.compiled else "host"
-
-
-def converses(config: Config) -> bool:
-    """Whether prompts may begin with earlier turns, token by token: those of agents and of a chat (`Template.chats`)."""
-    if environment(config.env).agent:
-        return True
-    try:
-        return bool(config.env.template) and load_template(config.env.template).chats
-    except ValueError:  # refused where it is used
-        return False
-
-
-def _reads_text(source: str) -> bool:
-    """Whether the policy in this folder reads text: all do but small ones with a compiled environment's words, which have no
-    chat template."""
-    folder = Path(source)
-    if not source or not (folder / "tokenizer.json").is_file():
-        return bool(source)
-    about = folder / "tokenizer_config.json"
-    return (folder / "chat_template.jinja").is_file() or (about.is_file() and b'"chat_template"' in about.read_bytes())
-
-
 def max_turns(env: EnvConfig) -> int:
     """Returns the turns after which an episode ends: `env.max_turns`, or the limit of a user's own environment."""
     return environment(env).max_turns or env.max_turns
-
-
-def role_names(config: Config) -> tuple[str, ...]:
-    """Returns the role names of the configured environment, which is made to find out. Raises the errors of making it."""
-    entry = environment(config.env)
-    if backend(config) == "compiled":
-        assert entry.compiled is not None
-        return roles_of(entry.compiled(config))
-    return roles_of(entry.text(config)[0]()) if entry.text else ONE_ROLE
 
 
 def made_outside(env: EnvConfig) -> tuple[Callable[[], Any], Any]:

@@ -23,7 +23,7 @@ import numpy as np
 
 from hgpo_jax.config import Config
 from hgpo_jax.envs import user_code
-from hgpo_jax.rollout.environments import backend
+from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult

@@ -20,11 +20,12 @@ from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, T
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import ACT
+from hgpo_jax.rollout.backend import backend, converses
 from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.compiled import EpisodeState, Program, make_continuations, make_rollout, parse_answer, replay
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of
-from hgpo_jax.rollout.environments import Environment, backend, converses
+from hgpo_jax.rollout.environments import Environment
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.requirements import check_compiled, check_lists_actions, roles_of
@@ -199,7 +200,7 @@ class CompiledRunner:
 
 class TextRunner:
     """Runs text programs on the host: the compiled environments in sentences or drawings, ALFWorld's games, WebShop, or a
-    user's own. ALFWorld's games run on the device where possible (`environments.backend`), with the same Episodes.
+    user's own. ALFWorld's games run on the device where possible (`backend.py`), with the same Episodes.
 
     Args:
       environment: provides the prompts and the rule for malformed answers.

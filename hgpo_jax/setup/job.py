@@ -22,8 +22,9 @@ from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_po
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
 from hgpo_jax.policy.tokenizer import word_tokenizer
+from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
-from hgpo_jax.rollout.environments import Makers, backend, environment
+from hgpo_jax.rollout.environments import Makers, environment
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.rewards import Reward, TextReward, make_reward
 from hgpo_jax.rollout.runners import CompiledRunner, TextRunner

@@ -16,17 +16,18 @@ import jax.numpy as jnp
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import config_of, roles_by_policy
+from hgpo_jax.learner.logprobs import MAX_LOGITS
 from hgpo_jax.learner.methods import method_named
 from hgpo_jax.learner.packing import conversation_shape, sequence_shape
-from hgpo_jax.learner.update import MAX_LOGITS
 from hgpo_jax.policy import LoraConfig, ModelConfig, huggingface_folder, shapes, shardings
 from hgpo_jax.policy.attention import MAX_SCORES, query_block_size
 from hgpo_jax.policy.presets import preset
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import embedding_rows, vocabulary_size
+from hgpo_jax.rollout.backend import backend, converses, role_names
 from hgpo_jax.rollout.compiled_prompts import prompt_length
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
-from hgpo_jax.rollout.environments import backend, converses, environment, max_turns, role_names
+from hgpo_jax.rollout.environments import environment, max_turns
 from hgpo_jax.sampling.constraint import words_of
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say

@@ -19,7 +19,8 @@ from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, Method, method_named
 from hgpo_jax.policy.mesh import abstract_mesh
-from hgpo_jax.rollout.environments import ENVIRONMENTS, Backend, Environment, backend, converses, environment, role_names
+from hgpo_jax.rollout.backend import Backend, backend, converses, role_names
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, environment
 from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError

@@ -16,7 +16,7 @@ import pydantic
 
 from hgpo_jax.analysis.dumps import read_config
 from hgpo_jax.config import Section
-from hgpo_jax.rollout.environments import backend
+from hgpo_jax.rollout.backend import backend
 from hgpo_jax.tables.plan import Plan, cells
 from hgpo_jax.trainer.resume import has_ended
 from hgpo_jax.utils.errors import ConfigError

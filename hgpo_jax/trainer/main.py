@@ -19,8 +19,9 @@ from hgpo_jax.policy import Policy, model_card
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
-from hgpo_jax.rollout.environments import backend, environment
+from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory

@@ -31,8 +31,9 @@ from hgpo_jax.policy.mesh import make_mesh, parse_mesh
 from hgpo_jax.policy.presets import preset
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import embedding_rows, read_tokenizer
+from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
-from hgpo_jax.rollout.environments import ENVIRONMENTS, backend
+from hgpo_jax.rollout.environments import ENVIRONMENTS
 from hgpo_jax.setup.job import open_devices
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError, RunError

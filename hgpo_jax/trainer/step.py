@@ -19,17 +19,14 @@ from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.learner import conversations, losses
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
+from hgpo_jax.learner.logprobs import make_logprobs
 from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of, parameters
 from hgpo_jax.learner.methods import episode_arrays, estimator_options
 from hgpo_jax.learner.optimizer import make_optimizer
-from hgpo_jax.learner.update import (
-    make_logprobs,
-    make_map,
-    make_policy_loss,
-    make_update,
-)
+from hgpo_jax.learner.policy_loss import make_policy_loss
+from hgpo_jax.learner.update import make_map, make_update
 from hgpo_jax.policy.placement import cast, storage_shardings
-from hgpo_jax.rollout.environments import converses
+from hgpo_jax.rollout.backend import converses
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.rewards import overlong

@@ -11,7 +11,7 @@ from hgpo_jax.analysis.true_advantages import true_advantages
 from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import token_logprobs
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.policy import network
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.tokenizer import ACT

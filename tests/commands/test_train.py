@@ -19,7 +19,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax import train
 from hgpo_jax.config import cli
 from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.update import token_logprobs
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.environments import household

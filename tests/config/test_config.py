@@ -10,7 +10,8 @@ from hgpo_jax.advantages.checks import check_option
 from hgpo_jax.config import CONFIGS, choices, load
 from hgpo_jax.config.schema import AdvantageConfig
 from hgpo_jax.learner.methods import METHODS, estimator_options
-from hgpo_jax.rollout.environments import ENVIRONMENTS, backend
+from hgpo_jax.rollout.backend import backend
+from hgpo_jax.rollout.environments import ENVIRONMENTS
 from hgpo_jax.setup.validate import check_overrides, check_together
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.refusals import refused

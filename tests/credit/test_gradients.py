@@ -11,7 +11,7 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.credit.gradients import projections, step_gradients
 from hgpo_jax.credit.scores import gradient_cosine
 from hgpo_jax.credit.snapshot import Snapshot
-from hgpo_jax.learner.update import make_logprobs
+from hgpo_jax.learner.logprobs import make_logprobs
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup.job import build
 from hgpo_jax.trainer.step import training_batch

@@ -14,7 +14,8 @@ from hgpo_jax.advantages import ESTIMATORS
 from hgpo_jax.config import describe, load
 from hgpo_jax.envs import user_code
 from hgpo_jax.learner.methods import method_named
-from hgpo_jax.rollout.environments import backend, environment, max_turns
+from hgpo_jax.rollout.backend import backend
+from hgpo_jax.rollout.environments import environment, max_turns
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import provenance
 from hgpo_jax.utils.errors import ConfigError

@@ -16,7 +16,8 @@ from hgpo_jax.advantages import estimate
 from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.optimizer import lr_scale
-from hgpo_jax.learner.update import make_policy_loss, make_update
+from hgpo_jax.learner.policy_loss import make_policy_loss
+from hgpo_jax.learner.update import make_update
 from hgpo_jax.setup.job import build
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.step import make_train_step, sample, training_batch

@@ -12,8 +12,10 @@ from flax import nnx
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.learner import losses, packing
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.learner.methods import METHODS
-from hgpo_jax.learner.update import make_policy_loss, make_update, token_logprobs
+from hgpo_jax.learner.policy_loss import make_policy_loss
+from hgpo_jax.learner.update import make_update
 from hgpo_jax.policy import network, shardings
 from tests.advantages.oracle_from_papers import kalman_filtered, kpo_objective
 from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters

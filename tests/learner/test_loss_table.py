@@ -9,8 +9,9 @@ from hgpo_jax.config import LearnerConfig, load
 from hgpo_jax.config.choices import LOSSES as NAMES
 from hgpo_jax.learner import loss_table, losses
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.learner.methods import METHODS
-from hgpo_jax.learner.update import make_policy_loss, token_logprobs
+from hgpo_jax.learner.policy_loss import make_policy_loss
 from hgpo_jax.policy import network
 from hgpo_jax.setup.job import build
 from hgpo_jax.setup.validate import check_together

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hgpo_jax.learner import packing
 from hgpo_jax.learner.batch import TrainingBatch, assign_to_sequences, gather_microbatch
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.learner.packing import SequenceShape
-from hgpo_jax.learner.update import token_logprobs
 from hgpo_jax.policy import network
 from tests.helpers.tiny import MODEL, parameters
 

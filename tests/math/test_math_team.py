@@ -8,7 +8,7 @@ from hgpo_jax.config import load
 from hgpo_jax.config.choices import ROLES
 from hgpo_jax.envs.math.problems import Problem, Problems
 from hgpo_jax.envs.math.team import ROUNDS, SOLVER, VERIFIER, GeneratedTeam, ListedTeam
-from hgpo_jax.rollout.environments import role_names
+from hgpo_jax.rollout.backend import role_names
 from hgpo_jax.rollout.requirements import check_text
 from tests.helpers.training import command, rows_of
 

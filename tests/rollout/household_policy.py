@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 from hgpo_jax.envs.household import Household, expert
-from hgpo_jax.learner.update import token_logprobs
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network, shapes
 from hgpo_jax.policy.tokenizer import vocabulary_size
 from hgpo_jax.rollout.tasks import task_keys

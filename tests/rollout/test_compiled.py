@@ -10,7 +10,7 @@ import pytest
 from flax import nnx, struct
 
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.learner.update import token_logprobs
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network, shardings
 from hgpo_jax.rollout.compiled import Program, make_continuations, make_rollout, replay
 from hgpo_jax.rollout.episodes import Episodes

@@ -12,7 +12,7 @@ from flax import nnx
 from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.household import Household, HouseholdPlan
-from hgpo_jax.learner.update import token_logprobs
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.policy import initialize, network, shardings
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import Program, make_rollout

@@ -11,7 +11,7 @@ from flax import nnx
 from odd_env import Counting
 
 from hgpo_jax.envs.protocol import Playable
-from hgpo_jax.learner.update import token_logprobs
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.policy import ModelConfig, initialize, network
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.compiled import Program, make_rollout, replay

@@ -14,7 +14,7 @@ from hgpo_jax import analysis
 from hgpo_jax.advantages import parameters
 from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
-from hgpo_jax.learner.update import make_logprobs
+from hgpo_jax.learner.logprobs import make_logprobs
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup.job import build
 from hgpo_jax.tables import __main__ as tables

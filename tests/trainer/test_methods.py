@@ -13,8 +13,9 @@ from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.household import HouseholdTeam
 from hgpo_jax.learner import losses
 from hgpo_jax.learner.batch import TrainingBatch
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.learner.methods import METHODS
-from hgpo_jax.learner.update import make_policy_loss, token_logprobs
+from hgpo_jax.learner.policy_loss import make_policy_loss
 from hgpo_jax.policy import network
 from hgpo_jax.trainer import curves
 from tests.helpers import fork_server

@@ -11,10 +11,11 @@ from flax import nnx
 from hgpo_jax.config import load
 from hgpo_jax.config.choices import ROLES
 from hgpo_jax.config.policies import SHARED, config_of, policy_of_each, roles_by_policy
-from hgpo_jax.learner.update import token_logprobs
+from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.policy import network
 from hgpo_jax.policy.tokenizer import word_tokenizer
-from hgpo_jax.rollout.environments import ENVIRONMENTS, role_names
+from hgpo_jax.rollout.backend import role_names
+from hgpo_jax.rollout.environments import ENVIRONMENTS
 from hgpo_jax.setup import memory
 from hgpo_jax.setup.job import build, make_policies
 from hgpo_jax.setup.validate import check_together
