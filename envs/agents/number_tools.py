@@ -12,6 +12,7 @@ from typing import Any
 
 from openai import BadRequestError, OpenAI
 
+TASK = "Find my number, from 1 to 100. Use the tool; you have few guesses."
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -35,7 +36,7 @@ def guess(secret: int, name: str, arguments: str) -> tuple[str, bool]:
 def main() -> None:
     client, session = OpenAI(), f"/sessions/{os.environ['HGPO_SESSION']}/reward"
     secret = 1 + int(os.environ["HGPO_TASK"]) % 100
-    messages: list[Any] = [{"role": "user", "content": "Find my number, from 1 to 100. Use the tool; you have few guesses."}]
+    messages: list[Any] = [{"role": "user", "content": TASK}]
     for _ in range(int(os.environ["HGPO_TURNS"])):
         try:
             message = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message

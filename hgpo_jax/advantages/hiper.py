@@ -55,27 +55,9 @@ def hiper(
     """
     mask = batch.mask
     begins = segment_begins(switches, mask)
-    last = last_steps(mask)
-    begins_after = last | (following(begins, mask) > 0)
-    high_after = jnp.where(last, final_values[:, None], following(high_values, mask))
     low_values = jnp.where(mask, low_values, 0.0)
-
-    def step(later: Three, now: tuple[jax.Array, ...]) -> tuple[Three, tuple[jax.Array, ...]]:
-        """From the step after to this one: V_high's lambda-return, the discounted rewards to the segment's end, A_low."""
-        reward, last, begins_after, high_after, low_after, low = now
-        high_return, reached, low_advantage = later
-        high_return = jnp.where(last, high_after, high_return)
-        high_return = jnp.where(begins_after, high_after + lam * (high_return - high_after), high_return)
-        reached = jnp.where(begins_after, high_after, reached)
-        delta = reward + gamma * jnp.where(begins_after, high_after, low_after) - low
-        low_advantage = delta + gamma * lam * jnp.where(begins_after, 0.0, low_advantage)
-        now = reward + gamma * high_return, reward + gamma * reached, low_advantage
-        return now, now
-
-    nothing = jnp.zeros_like(batch.rewards[:, 0])
-    columns = (batch.rewards, last, begins_after, high_after, following(low_values, mask), low_values)
-    _, results = jax.lax.scan(step, (nothing,) * 3, tuple(a.T for a in columns), reverse=True)
-    high_return, reached, low_advantage = (a.T for a in results)
+    high_after = jnp.where(last_steps(mask), final_values[:, None], following(high_values, mask))
+    high_return, reached, low_advantage = _from_behind(batch, begins, high_after, low_values, gamma, lam)
 
     penalty = penalties(batch, invalid_penalty)
     levels = [
@@ -94,6 +76,33 @@ def hiper(
         part_returns=jnp.stack(returns, axis=-1),
         stats={"switch_rate": begins.sum() / jnp.maximum(mask.sum(), 1)},
     )
+
+
+def _from_behind(
+    batch: Batch, begins: jax.Array, high_after: jax.Array, low_values: jax.Array, gamma: float, lam: float
+) -> Three:
+    """Returns V_high's lambda-return, the discounted rewards to the segment's end, and A_low of every step, each f32[B, T].
+
+    begins: bool[B, T], steps that begin a segment; high_after: f32[B, T], V_high of what follows each step.
+    """
+    last = last_steps(batch.mask)
+    begins_after = last | (following(begins, batch.mask) > 0)
+
+    def step(later: Three, now: tuple[jax.Array, ...]) -> tuple[Three, Three]:
+        reward, last, begins_after, high_after, low_after, low = now
+        high_return, reached, low_advantage = later
+        high_return = jnp.where(last, high_after, high_return)
+        high_return = jnp.where(begins_after, high_after + lam * (high_return - high_after), high_return)
+        reached = jnp.where(begins_after, high_after, reached)
+        delta = reward + gamma * jnp.where(begins_after, high_after, low_after) - low
+        low_advantage = delta + gamma * lam * jnp.where(begins_after, 0.0, low_advantage)
+        values = reward + gamma * high_return, reward + gamma * reached, low_advantage
+        return values, values
+
+    nothing = jnp.zeros_like(batch.rewards[:, 0])
+    columns = (batch.rewards, last, begins_after, high_after, following(low_values, batch.mask), low_values)
+    _, (high_return, reached, low_advantage) = jax.lax.scan(step, (nothing,) * 3, tuple(a.T for a in columns), reverse=True)
+    return high_return.T, reached.T, low_advantage.T
 
 
 def segment_begins(switches: jax.Array, mask: jax.Array) -> jax.Array:

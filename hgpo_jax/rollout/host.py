@@ -33,7 +33,7 @@ from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.shared_workers import SharedWorkers
 from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
 from hgpo_jax.sampling.constraint import sets_of
-from hgpo_jax.sampling.continuous_batching import SlotSampler
+from hgpo_jax.sampling.continuous_batching import SlotResponse, SlotSampler
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.sampling.slot_plan import SlotRequest
 from hgpo_jax.sampling.slot_programs import SlotPrograms
@@ -201,19 +201,27 @@ class HostRollout:
                     ]
                 )
                 for response in sampler.step() if sampler.active else ():
-                    ids, episode = response.tokens.tolist(), response.episode
-                    ended = ids[-1] in self._format.end_tokens
-                    parsed, commands = self._format.parse(ids), answers.pop(episode)
-                    if (command := commands.get(tuple(ids))) is not None:
-                        parsed = parsed._replace(action=command, well_formed=True)
-                    allowed = sets_of([*commands], ids, self._settings.words) if self._settings.words else None
-                    actions = buffer.add_response(prompts.pop(episode), response, parsed, ended, allowed)
+                    episode = response.episode
+                    actions = self._act(buffer, response, prompts.pop(episode), answers.pop(episode))
                     requests.append((episode, tasks[episode], actions))
             self._workers.send(requests)
             pending += len(requests)
         for episode, prompt in self._prompts(buffer, truncated).items():
             buffer.add_final_prompt(episode, prompt.ids)
-        total = lambda name: sum(getattr(sampler, name) for sampler in samplers.values())  # noqa: E731
+        return self._counts(list(samplers.values()))
+
+    def _act(self, buffer: EpisodeBuffer, response: SlotResponse, prompt: Prompt, commands: dict[tuple[int, ...], str]):
+        """Records a response; returns the episode's actions so far. commands: what `_answers` returned for it."""
+        ids = response.tokens.tolist()
+        parsed = self._format.parse(ids)
+        if (command := commands.get(tuple(ids))) is not None:
+            parsed = parsed._replace(action=command, well_formed=True)
+        allowed = sets_of([*commands], ids, self._settings.words) if self._settings.words else None
+        return buffer.add_response(prompt, response, parsed, ids[-1] in self._format.end_tokens, allowed)
+
+    def _counts(self, samplers: Sequence[SlotSampler]) -> dict[str, float]:
+        """Returns the figures of all policies' samplers together."""
+        total = lambda name: sum(getattr(sampler, name) for sampler in samplers)  # noqa: E731
         counts = {"decode_steps": total("steps"), "slot_use": total("busy") / max(1, total("steps"))}
         if self._settings.reuse:
             counts["reused_share"] = total("reused_tokens") / max(1, total("prompt_tokens"))

@@ -218,29 +218,9 @@ def generate(
       max_new: R, the longest response.
       end_tokens: the tokens that end a response.
     """
-    B, P = prompts.shape
-    hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)
+    B, answers = len(prompts), decoding.answers
     sample = functools.partial(sample_next, model, end_tokens=end_tokens, decoding=decoding)
-    nothing, answers = jnp.zeros((B, max_new), jnp.int32), decoding.answers
-    allowed, record = None, None
-    if answers is not None:
-        allowed = answers.next_tokens(nothing, jnp.int32(0))
-        record = jnp.zeros((B, max_new, answers.words), jnp.uint32).at[:, 0].set(allowed)
-    token, logp = sample(hidden, keys, 0, allowed)
-    out = Responses(
-        tokens=nothing.at[:, 0].set(token),
-        logp=jnp.zeros((B, max_new), jnp.float32).at[:, 0].set(logp),
-        lengths=jnp.ones(B, jnp.int32),
-        allowed=record,
-    )
-    state = DecodeState(
-        index=jnp.arange(B),
-        key=keys,
-        prompt_length=lengths,
-        token=token,
-        ended=is_end(token, end_tokens),
-        cache=[layer.in_parts() for layer in cache],
-    )
+    state, out = _first_tokens(model, sample, prompts, lengths, keys, max_new, end_tokens, answers)
 
     def step(carry):
         i, state, out, _ = carry
@@ -276,6 +256,35 @@ def generate(
         carry = (i, state, out, smallest_batch(state.ended))
         i, state, out, _ = jax.lax.while_loop(too_many_unfinished, step, carry)
     return out
+
+
+def _first_tokens(
+    model, sample, prompts, lengths, keys, max_new: int, end_tokens: tuple[int, ...], answers
+) -> tuple[DecodeState, Responses]:
+    """Reads the prompts and samples the first token of each response. Arguments as in `generate`."""
+    B, P = prompts.shape
+    hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)
+    nothing = jnp.zeros((B, max_new), jnp.int32)
+    allowed, record = None, None
+    if answers is not None:
+        allowed = answers.next_tokens(nothing, jnp.int32(0))
+        record = jnp.zeros((B, max_new, answers.words), jnp.uint32).at[:, 0].set(allowed)
+    token, logp = sample(hidden, keys, 0, allowed)
+    out = Responses(
+        tokens=nothing.at[:, 0].set(token),
+        logp=jnp.zeros((B, max_new), jnp.float32).at[:, 0].set(logp),
+        lengths=jnp.ones(B, jnp.int32),
+        allowed=record,
+    )
+    state = DecodeState(
+        index=jnp.arange(B),
+        key=keys,
+        prompt_length=lengths,
+        token=token,
+        ended=is_end(token, end_tokens),
+        cache=[layer.in_parts() for layer in cache],
+    )
+    return state, out
 
 
 def make_decode_blocks(graphdef):

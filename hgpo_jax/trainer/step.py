@@ -162,17 +162,7 @@ def make_train_step(job: Job):
     update_policies = _make_shared_update(updates) if SHARED in updates else _make_separate_updates(updates, job.runner.roles)
     if job.method.critic:
         critic_optimizer, predict_values, update_critic = _make_critic(job)
-
-    def init(params) -> TrainState:
-        trained = job.by_policy(PolicySetup.trainable, params)
-        opt_state = job.by_policy(lambda policy, o, trained: _create_stored(policy, o.init, trained), optimizers, trained)
-        sampler = job.by_policy(PolicySetup.sampling_copy, trained) if job.config.rollout.overlap else None
-        if not job.method.critic:
-            return TrainState(trained, opt_state, sampler=sampler)
-        create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
-        critic = _create_stored(job.policy, create, params[SHARED])
-        stored = CriticState(critic, _create_stored(job.policy, critic_optimizer.init, critic))
-        return TrainState(trained, opt_state, stored, sampler)
+    init = functools.partial(_initial_state, job, optimizers, critic_optimizer if job.method.critic else None)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, reference, episodes: Episodes, key, lr_scale, role=None):
@@ -215,6 +205,19 @@ def make_train_step(job: Job):
         return _move_state(job, TrainState(params, opt_state, critic), store=True), metrics
 
     return train_step, init
+
+
+def _initial_state(job: Job, optimizers, critic_optimizer, params) -> TrainState:
+    """Makes the state before the first update. optimizers: of each policy; critic_optimizer: None without a critic."""
+    trained = job.by_policy(PolicySetup.trainable, params)
+    opt_state = job.by_policy(lambda policy, o, trained: _create_stored(policy, o.init, trained), optimizers, trained)
+    sampler = job.by_policy(PolicySetup.sampling_copy, trained) if job.config.rollout.overlap else None
+    if critic_optimizer is None:
+        return TrainState(trained, opt_state, sampler=sampler)
+    create = functools.partial(initialize_critic, heads=(3,) if job.method.parts else ())
+    critic = _create_stored(job.policy, create, params[SHARED])
+    stored = CriticState(critic, _create_stored(job.policy, critic_optimizer.init, critic))
+    return TrainState(trained, opt_state, stored, sampler)
 
 
 def _of_learning_role(values: jax.Array, e: Episodes, role) -> jax.Array:
