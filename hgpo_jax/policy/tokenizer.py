@@ -89,10 +89,29 @@ def read_tokenizer(name: str):
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
+        if _cuts_otherwise(tokenizer, Path(name, "tokenizer.json")):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(name)
     except Exception as error:  # transformers and the hub raise many kinds of errors
         raise ValueError(f"policy.tokenizer={name}: cannot be read: {' '.join(str(error).split())[:300]}") from None
     tokenizer.generation = _read_generation(name)
     return tokenizer
+
+
+def _cuts_otherwise(tokenizer, file: Path) -> bool:
+    """Whether a tokenizer normalizes or cuts texts in another way than its tokenizer.json says.
+
+    In every folder of model type qwen2 transformers 5 puts Qwen2's rules in place of the file's, also where the policy was
+    trained with others, such as DeepSeek's distilled ones.
+    """
+    if not file.is_file() or not getattr(tokenizer, "is_fast", False):
+        return False
+    parts = ("normalizer", "pre_tokenizer")
+    written = json.loads(file.read_text())
+    rules = {name: written.get(name) for name in parts}
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    meant = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model} | rules))  # fills in defaults
+    state = lambda part: part and part.__getstate__()  # noqa: E731
+    return any(state(getattr(meant, name)) != state(getattr(tokenizer.backend_tokenizer, name)) for name in parts)
 
 
 def generation_of(tokenizer) -> dict[str, Any]:

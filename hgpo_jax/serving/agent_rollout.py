@@ -150,7 +150,11 @@ class AgentRunner:
                     raise
             counts = engine.counts
         failures = {number: failure for number, failure in enumerate(outcomes) if failure}
-        left_out = {n: failure.reason for n, failure in failures.items() if self._excludes or failure.kind == INFRASTRUCTURE}
+        left_out = {
+            n: failure.reason
+            for n, failure in failures.items()
+            if self._excludes or failure.kind == INFRASTRUCTURE or not sessions[n].turns
+        }
         self._played |= len(failures) < len(sessions)
         if len(left_out) == len(sessions) or not self._played:
             raise RunError(f"env.command: failed in all {len(sessions)} episodes, in the first one: {failures[0].reason}")
@@ -250,6 +254,8 @@ def _play(commands: Commands, url: str, split: str, engine, session, task: int) 
     failure = commands.run(session, variables_of(url, session, task, split))
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
+    if not session.turns and session.overflowed:
+        return Failure(CONTEXT, "its first prompt is longer than rollout.prompt_limit")
     if not session.turns:
         return Failure(INFRASTRUCTURE, failure.reason if failure else "its command asked the policy nothing")
     if session.ended or session.spent:

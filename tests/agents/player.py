@@ -82,6 +82,8 @@ if __name__ == "__main__":
         case "overflows":
             ask("hello")
             ask("hello" * 99)
+        case "exceeds":
+            ask("hello" * 99)
         case "talks":
             try:
                 for number in range(99):

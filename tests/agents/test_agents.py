@@ -162,6 +162,9 @@ def test_a_command_that_cannot_be_started_is_a_reason(tmp_path):
 
 
 def test_where_all_fail_the_run_ends():
+    too_long = "failed in all 6 episodes, in the first one: its first prompt is longer than rollout.prompt_limit"
+    with pytest.raises(RunError, match=too_long):
+        played(PLAYER, *(f"{task}=exceeds" for task in TASKS), before=False)
     with pytest.raises(RunError, match=r"failed in all 6 episodes, in the first one: its command ended with 2: .*nowhere.py"):
         played("nowhere.py")
     # Though an answer may have caused it: a program that never plays to an end is broken. Later the run goes on.

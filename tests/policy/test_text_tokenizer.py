@@ -5,9 +5,10 @@ import unicodedata
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hgpo_jax.policy.tokenizer import MAX_WORDS, text_tokenizer
+from hgpo_jax.policy.tokenizer import MAX_WORDS, read_tokenizer, text_tokenizer
 
 TEXTS = (
     "You arrive at cabinet 12. The cabinet 12 is closed.\n", "go to cabinet 3", "'open drawer 1',\n", "####\n", "#.$@\n",
@@ -59,3 +60,23 @@ def test_of_many_words_the_most_frequent_are_tokens():
     tokenizer = text_tokenizer([*(f"{word}\n" for word in words), *("often\n" for _ in range(9))])
     assert len(tokenizer) == MAX_WORDS
     assert pieces(tokenizer, "often") == ["often"]
+
+
+def test_a_folders_own_way_of_cutting_texts_holds(tokenizer, tmp_path):
+    """As in DeepSeek's distilled Qwen2.5, whose tokenizer.json isolates runs of digits; transformers 5 alone would not."""
+    cut = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r"\p{N}+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    other = Tokenizer(models.BPE())
+    other.pre_tokenizer, other.decoder = cut, decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False, initial_alphabet=alphabet, special_tokens=["<end>"])
+    other.train_from_iterator(["look for 137\n"], trainer)
+    for name, made in (("own", PreTrainedTokenizerFast(tokenizer_object=other, eos_token="<end>")), ("qwen", tokenizer)):
+        made.save_pretrained(tmp_path / name)
+        (tmp_path / name / "config.json").write_text('{"model_type": "qwen2"}')
+        read = read_tokenizer(str(tmp_path / name))
+        for text in ("look for 137\n", "go to cabinet 12"):
+            assert read(text).input_ids == made(text).input_ids
+    assert len(other.encode("look for 137\n").ids) == 3
+    assert type(read).__name__ == "Qwen2Tokenizer"  # the class that was declared, where both agree
