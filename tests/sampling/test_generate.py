@@ -20,6 +20,7 @@ from hgpo_jax.sampling.generate import (
     make_decode_blocks,
     make_sampler,
     sample_token,
+    top_k_top_p,
     turn_keys,
 )
 
@@ -88,6 +89,24 @@ def test_only_the_most_likely_tokens_are_drawn(top_k, top_p):
     for row in range(6):
         likely = np.flatnonzero(expected[row] > np.log(0.01))
         assert set(likely) <= set(tokens[:, row].tolist())
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "stay"),
+    [
+        (2, 1.0, [0.0, -0.0, 3.0]),  # equal values stay together, and both zeros are equal
+        (0, 0.9, [3.0]),
+        (0, 0.95, [0.0, -0.0, 3.0]),
+        (0, 1.0, [0.0, -0.0, 3.0, -2.0, -20.0]),
+        (5, 0.9999, [0.0, -0.0, 3.0, -2.0]),
+        (1, 0.5, [3.0]),
+    ],
+)
+def test_what_stays_of_equal_and_impossible_tokens(top_k, top_p, stay):
+    logits = jnp.array([[0.0, -jnp.inf, -0.0, 3.0, -2.0, -20.0]])
+    assert top_k_top_p(logits, jnp.array([[top_k]]), jnp.array([[top_p]])).tolist() == [
+        [value if value in stay else -np.inf for value in logits[0].tolist()]
+    ]
 
 
 def test_argmax_is_the_first_of_the_largest():
