@@ -1,4 +1,4 @@
-"""An agent with tool calls: it looks for a number from 1 to 100 with a tool that says whether a guess is too small.
+"""An agent with tool calls: it looks for a number from 1 to 100, or to its argument, with a tool that compares guesses to it.
 
     python -m hgpo_jax.train env.name=agent env.command="python -m hgpo_jax.envs.agents.number_tools" env.max_turns=8 \\
         env.preload=[hgpo_jax.envs.agents.number_tools] warm_start=none policy=Qwen/Qwen2.5-0.5B-Instruct
@@ -8,11 +8,12 @@ The policy's chat template must show tools, as Qwen2.5's does.
 
 import json
 import os
+import sys
 from typing import Any
 
 from openai import BadRequestError, OpenAI
 
-TASK = "Find my number, from 1 to 100. Use the tool; you have few guesses."
+TASK = "Find my number, from 1 to {largest}. Use the tool; you have few guesses."
 TOOL: Any = {
     "type": "function",
     "function": {
@@ -35,8 +36,9 @@ def guess(secret: int, name: str, arguments: str) -> tuple[str, bool]:
 
 def main() -> None:
     client, session = OpenAI(), f"/sessions/{os.environ['HGPO_SESSION']}/reward"
-    secret = 1 + int(os.environ["HGPO_TASK"]) % 100
-    messages: list[Any] = [{"role": "user", "content": TASK}]
+    largest = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    secret = 1 + int(os.environ["HGPO_TASK"]) % largest
+    messages: list[Any] = [{"role": "user", "content": TASK.format(largest=largest)}]
     for _ in range(int(os.environ["HGPO_TURNS"])):
         try:
             message = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL]).choices[0].message
