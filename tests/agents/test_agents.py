@@ -31,7 +31,7 @@ B, TASKS, GROUPS = 6, [3, 3, 4, 4, 2**40, 2**40], [0, 0, 1, 1, 2, 2]
 FIELDS = [
     "env.name=agent", "env.max_turns=3", "warm_start=none", "policy.tokenizer=any", "rollout.prompt_groups=3",
     "rollout.group_size=2", "rollout.prompt_limit=128", "rollout.response_limit=9", "rollout.history_length=0",
-    "env.num_held_out_tasks=10", f"env.command={sys.executable} {PLAYER}",
+    "env.num_held_out_tasks=10", "policy.num_hidden_layers=1", f"env.command={sys.executable} {PLAYER}",
 ]  # fmt: skip
 PRELOAD = ["concurrent.futures", "urllib.request"]
 KEYS, DECODING = jax.random.split(jax.random.key(5), B), Decoding(temperature=0.9)

@@ -1,5 +1,6 @@
 """A policy behind a server: a stand-in answers by a rule, and a plain loop over the environment says what must come out."""
 
+import dataclasses
 import hashlib
 import json
 import re
@@ -153,8 +154,10 @@ def test_reasoning_that_a_server_takes_apart_belongs_to_the_text(server):
 
 def test_words_keep_their_capitals_where_the_original_does_not_take_them(server, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "answer_to", lambda *_: "<think>hm</think><action>Answer[Paris]</action>")
-    for given, said in ((config(), "Answer[Paris]"), (config(name="sokoban_text"), "answer[paris]")):
-        ServedPolicy(server.policy, given).play(GREEDY, 0)
+    policy = ServedPolicy(server.policy, config())
+    for lower_case, said in ((False, "Answer[Paris]"), (True, "answer[paris]")):
+        policy._entry = dataclasses.replace(policy._entry, lower_case=lower_case)
+        policy.play(GREEDY, 0)
         assert f'and did "{said}"' in server.requests[-1]["messages"][0]["content"]
 
 

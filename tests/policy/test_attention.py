@@ -56,19 +56,23 @@ def test_one_query_a_row_to_a_cache(arrays):
     np.testing.assert_allclose(out, plain(*arrays)[:, 0], atol=1e-5)
 
 
+@jax.jit
+def filled(k, v, rows):
+    """A cache of 1000 slots with these keys and values."""
+    return KVCache.of(k[:, :1], v[:, :1]).lengthen(999).in_parts().insert(KVCache.of(k, v), rows, rows)
+
+
 @pytest.mark.parametrize("needed, read", [(1, 256), (256, 256), (257, 512), (512, 512), (513, 1000), (1000, 1000)])
 def test_a_cache_is_read_only_as_far_as_needed(needed, read):
-    keys = jax.random.split(jax.random.key(1), 3)
-    q, k, v = (jax.random.normal(key, (3, n, heads, E)) for key, n, heads in zip(keys, (1, 1000, 1000), (H, G, G), strict=True))
-    positions = jnp.array([needed - 1, needed // 2, 0])
+    rng, rows = np.random.default_rng(1), np.arange(3)
+    q, k, v = (rng.normal(size=(3, n, heads, E)).astype(np.float32) for n, heads in ((1, H), (1000, G), (1000, G)))
+    positions = np.array([needed - 1, needed // 2, 0])
     # A NaN that is read reaches the result, masked or not.
-    beyond = jnp.arange(1000)[:, None, None] >= read
-    k_read, v_read = (jnp.where(beyond, jnp.nan, a) for a in (k, v))
-    rows, room = jnp.arange(3), KVCache.of(k[:, :1], v[:, :1]).lengthen(999).in_parts()
-    cache = room.insert(KVCache.of(k_read, v_read), rows, rows)
+    beyond = np.arange(1000)[:, None, None] >= read
+    cache = filled(*(np.where(beyond, np.float32(np.nan), a) for a in (k, v)), rows)
     out = jax.jit(decode_attention)(q[:, 0], cache, positions, needed)
     np.testing.assert_allclose(out, plain(q, k, v, positions[:, None])[:, 0], atol=1e-5)
-    some = jnp.array([2, 0])
+    some = np.array([2, 0])
     out = jax.jit(extend_attention)(q[some], cache, some, positions[some, None], needed)
     np.testing.assert_allclose(out, plain(q[some], k[some], v[some], positions[some, None]), atol=1e-5)
 

@@ -86,7 +86,7 @@ def test_round_trip_is_bit_exact(dtype, fields, tmp_path):
 def tensors_of(p):
     """Transformers' tensors by plain indexing of the parameters."""
     layers, out = p.config.num_hidden_layers, {}
-    for path, value in jax.tree_util.tree_leaves_with_path(p.params):
+    for path, value in jax.tree_util.tree_leaves_with_path(jax.device_get(p.params)):
         top, *rest = [part.key for part in path]
         turn = np.transpose if rest[-1:] == ["kernel"] else np.asarray
         end = ".".join(rest).replace("kernel", "weight").replace("embedding", "weight")

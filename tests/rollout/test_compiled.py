@@ -132,9 +132,10 @@ def test_signals_are_those_of_the_state_after_each_turn(episodes):
 def test_an_episode_goes_on_as_it_went(episodes):
     """From each recorded state, with the keys that the rollout had: what came later comes again."""
     e = episodes
-    states = jax.vmap(lambda *one: replay(ENV, K, *one[:4], END))(
+    replayed = jax.jit(jax.vmap(lambda *one: replay(ENV, K, *one[:4], END)))(
         task_keys("train", 3, INDICES), e.responses, e.response_lengths, e.mask
     )
+    states = jax.device_get(replayed)
     seen = np.asarray(states.observation)
     np.testing.assert_array_equal(seen[:, :-1][e.mask], e.observations[e.mask])
     np.testing.assert_array_equal(np.asarray(states.done), np.pad(np.cumsum(e.rewards, 1) > 0, ((0, 0), (1, 0))) | (

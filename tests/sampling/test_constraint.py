@@ -25,34 +25,39 @@ def answer(words) -> list[int]:
     return [*words[: words.index(0) if 0 in words else None], END]
 
 
+@jax.jit
+def following(actions, flags, sampled, i):
+    """The tokens u32[B, W] that may come after the first i sampled ones."""
+    return Sequences.of_actions(actions, flags, END, WORDS).next_tokens(sampled, i)
+
+
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(action, st.booleans()), min_size=ACTIONS, max_size=ACTIONS), st.integers(0, ACTIONS - 1))
 def test_what_may_follow_is_what_some_action_goes_on_with(listed, which):
     actions, flags = ([part[index] for part in listed] for index in (0, 1))
-    sequences = Sequences.of_actions(jnp.array([actions]), jnp.array([flags]), END, WORDS)
     possible = [answer(words) for words, flag in listed if flag]
     sampled = answer(actions[which])
     for i in range(len(sampled)):
-        padded = jnp.array([sampled[:i] + [0] * (SLOTS + 1 - i)])
+        padded = np.array([sampled[:i] + [0] * (SLOTS + 1 - i)])
         expected = {tokens[i] for tokens in possible if tokens[:i] == sampled[:i]}
-        assert members(jax.device_get(sequences.next_tokens(padded, jnp.int32(i)))[0]) == expected
+        assert members(following(np.array([actions]), np.array([flags]), padded, i)[0]) == expected
 
 
 def test_logits_outside_have_no_probability_and_finite_gradients():
-    logits = jnp.array(np.random.default_rng(0).normal(size=(3, VOCABULARY)), jnp.float32)
-    allowed = jnp.array([[1 << 4 | 1 << 31, 1 << 1], [0, 1 << 7], [0, 0]], jnp.uint32)
+    logits = np.random.default_rng(0).normal(size=(3, VOCABULARY)).astype(np.float32)
+    allowed = np.array([[1 << 4 | 1 << 31, 1 << 1], [0, 1 << 7], [0, 0]], np.uint32)
     inside = [[4, 31, 33], [39], range(VOCABULARY)]
     expected = np.zeros((3, VOCABULARY))
     for row, tokens in enumerate(inside):
         weights = np.exp(np.float64(logits[row, list(tokens)]))
         expected[row, list(tokens)] = weights / weights.sum()
-    np.testing.assert_allclose(jax.nn.softmax(restrict(logits, allowed)), expected, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(lambda logits: jax.nn.softmax(restrict(logits, allowed)))(logits), expected, atol=1e-6)
 
     def entropy(logits):
         logps = jax.nn.log_softmax(restrict(logits, allowed))
         return -(jnp.exp(logps) * logps).sum()
 
-    slope = np.asarray(jax.grad(entropy)(logits))
+    slope = np.asarray(jax.jit(jax.grad(entropy))(logits))
     assert np.isfinite(slope).all() and slope.any()
     assert not slope[expected == 0].any()
     np.testing.assert_array_equal(restrict(logits, None), logits)

@@ -119,14 +119,18 @@ def test_argmax_is_the_first_of_the_largest():
 def batch():
     """A model and prompts of every length up to WIDTH."""
     params = initialize(MODEL, 0, make_mesh("data=1", jax.devices()[:1]))
-    lengths = 1 + jnp.arange(ROWS) % WIDTH
-    words = jax.random.randint(jax.random.key(2), (ROWS, WIDTH), 0, MODEL.vocab_size)
-    prompts = jnp.where(jnp.arange(WIDTH) < lengths[:, None], words, 0)
+    lengths = 1 + np.arange(ROWS, dtype=np.int32) % WIDTH
+    words = jax.device_get(jax.random.randint(jax.random.key(2), (ROWS, WIDTH), 0, MODEL.vocab_size))
+    prompts = np.where(np.arange(WIDTH) < lengths[:, None], words, 0)
     return params, prompts, lengths, jax.random.split(jax.random.key(3), ROWS)
 
 
-@functools.partial(jax.jit, static_argnames=("max_new", "end_tokens"))
-def sample(params, prompts, lengths, keys, decoding=Decoding(), max_new=MAX_NEW, end_tokens=ENDS):  # noqa: B008
+def sample(params, prompts, lengths, keys, decoding=Decoding(), **how):  # noqa: B008
+    return _sample(params, prompts, lengths, keys, decoding, **{"max_new": MAX_NEW, "end_tokens": ENDS} | how)
+
+
+@functools.partial(jax.jit, static_argnames=("max_new", "end_tokens"))  # an argument left out would compile another program
+def _sample(params, prompts, lengths, keys, decoding, max_new, end_tokens):
     model, how = nnx.merge(network(MODEL), params), {"max_new": max_new, "end_tokens": end_tokens}
     return generate(model, model.decode_blocks(), prompts, lengths, keys, **how, decoding=decoding)
 
@@ -152,17 +156,18 @@ def test_responses_end_at_an_end_token_and_hold_zeros_after_it(sampled):
 
 def test_a_row_does_not_depend_on_its_batch_mates_or_their_order(batch):
     params, prompts, lengths, keys = batch
-    whole = sample(params, prompts, lengths, keys)
+    whole = jax.device_get(sample(params, prompts, lengths, keys))
     order = np.random.default_rng(0).permutation(ROWS)
     shuffled = sample(params, prompts[order], lengths[order], keys[order])
     np.testing.assert_array_equal(shuffled.tokens, whole.tokens[order])
     np.testing.assert_allclose(shuffled.logp, whole.logp[order], atol=1e-5)
     # Other mates altogether, among them ones that end at other times.
-    mates = sample(params, prompts.at[1::2].set(0), lengths, keys.at[1::2].set(jax.random.key(99)))
+    others = prompts * (np.arange(ROWS) % 2 == 0)[:, None]
+    mates = sample(params, others, lengths, keys.at[1::2].set(jax.random.key(99)))
     assert (np.asarray(mates.tokens[1::2]) != np.asarray(whole.tokens[1::2])).any()
     np.testing.assert_array_equal(mates.tokens[::2], whole.tokens[::2])
     # So is what stands in the padding of a prompt.
-    padded = sample(params, jnp.where(jnp.arange(WIDTH) < lengths[:, None], prompts, 9), lengths, keys)
+    padded = sample(params, np.where(np.arange(WIDTH) < lengths[:, None], prompts, np.int32(9)), lengths, keys)
     np.testing.assert_array_equal(padded.tokens, whole.tokens)
     alone = sample(params, prompts[10:11], lengths[10:11], keys[10:11])
     np.testing.assert_array_equal(alone.tokens, whole.tokens[10:11])

@@ -102,11 +102,11 @@ def test_the_gradient_is_that_of_mean_log_probabilities_weighted_by_advantages()
     mesh = make_mesh("data=1", jax.devices()[:1])
     with jax.set_mesh(mesh):
         # What the penalties of the loss would add is left out.
-        job = build(load(None, [*TINY, "env.max_turns=2", "learner.kl_weight=0.5", "learner.entropy_weight=0.5"]), mesh)
+        job = build(load(None, [*TINY, "learner.kl_weight=0.5", "learner.entropy_weight=0.5"]), mesh)
         params = job.given_params
         tasks, *inputs = job.episode_inputs(0)
         e = jax.device_get(job.runner.rollout(params, tasks, *inputs).episodes)
-        e = e.replace(mask=e.mask & (np.arange(2) < 1 + np.arange(len(e.mask))[:, None] % 2))  # some end early
+        e = e.replace(mask=e.mask & (np.arange(4) < 1 + np.arange(len(e.mask))[:, None] % 2))  # some end early
         advantages = np.where(e.mask, np.random.default_rng(0).normal(size=e.mask.shape), 0).astype(np.float32)
         found = make_gradient(job)(params, job.reference_copy(params), e, jnp.asarray(advantages))
         batch, logprobs = training_batch(e), make_logprobs(job.policy.model, job.config.rollout.temperature)

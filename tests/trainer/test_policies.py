@@ -53,7 +53,7 @@ def apart(cache):
     return job_of(*APART, cache=cache)
 
 
-LEARN: dict = {}  # `make_train_step` of each job, by its id, compiled once
+LEARN: dict = {}  # by the id of each job: itself, `make_train_step`, compiled once, and what its given weights play
 
 
 def episodes_of(job, params):
@@ -63,10 +63,11 @@ def episodes_of(job, params):
 
 def trained(job, role=None, change=lambda episodes: episodes):
     """(The state before an update, after it, and its metrics.)"""
-    _, (learn, init) = LEARN.setdefault(id(job), (job, iteration.make_train_step(job)))
+    if id(job) not in LEARN:
+        LEARN[id(job)] = job, iteration.make_train_step(job), episodes_of(job, job.given_params)
+    _, (learn, init), episodes = LEARN[id(job)]
     state = init(job.given_params)
     before = jax.device_get(state)
-    episodes = episodes_of(job, job.given_params)
     # Random rewards: a policy that knows nothing never wins.
     rewards = np.where(episodes.mask, np.random.default_rng(0).random(episodes.mask.shape), 0).astype(np.float32)
     reference = job.reference_copy(job.given_params)
