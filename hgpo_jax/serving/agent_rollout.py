@@ -15,6 +15,9 @@ The samples of a turn depend on the episode's key, the turn and the prompt alone
 temperature a program asks for. A command that fails costs only its own episode, which is left out if it never made a request.
 After an answer, a crash, a conversation that exceeds a prompt, silence or a missing final reward is the policy's failure: the
 episode is lost and keeps the rewards that were posted; with `env.failed=exclude` it is left out, too.
+
+With `env.workers=ray:N` commands run on the nodes of a Ray cluster (`ray_commands.py`), in a folder of the same path, with the
+variables of the node. An episode whose node or actor dies is left out.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ def two_nodes():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token is written to the home folder
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # on a busy machine
         cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
             other = cluster.add_node(**node)
