@@ -1,14 +1,20 @@
-"""Agents on a Ray cluster: the episodes of commands on this machine, and the same failures."""
+"""Whole rollouts on a Ray cluster: the episodes of workers and commands on this machine, and the same failures."""
 
 import sys
 import threading
 import time
 
+import jax
+import numpy as np
 import pytest
-from test_agents import DECODING, FIELDS, GROUPS, KEYS, PLAYER, PRELOAD, TASKS, hurried, played, policy  # noqa: F401
+from guess import Guess
+from test_agents import DECODING, FIELDS, GROUPS, KEYS, PLAYER, PRELOAD, TASKS, B, hurried, played, policy  # noqa: F401
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config.policies import SHARED
+from hgpo_jax.policy.chat_template import ChatFrame
+from hgpo_jax.rollout.chat_prompts import ChatFormat
+from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.agreement import assert_same
@@ -35,6 +41,22 @@ def rollout(runner, tasks=TASKS, **more):
     return runner.rollout({SHARED: policy().params}, tasks, KEYS, GROUPS, DECODING, **more)
 
 
+def test_episodes_of_a_text_environment_are_the_same_to_the_bit(cluster, tmp_path):
+    (tmp_path / "bare.txt").write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
+    results = []
+    for workers in (0, 2, "ray:2"):
+        rollout = HostRollout(
+            Guess, ChatFormat(ChatFrame(policy().tokenizer), str(tmp_path / "bare.txt"), 128), {SHARED: policy().graphdef},
+            mesh_of(), TextSettings(batch=B, history_length=0, response_limit=9, decode_batch_size=B, workers=workers),
+        )  # fmt: skip
+        results.append(rollout({SHARED: policy().params}, TASKS, KEYS, GROUPS, DECODING))
+        rollout.close()
+    for theirs, told in results[:2]:
+        jax.tree.map(np.testing.assert_array_equal, results[2].episodes, theirs)
+        assert results[2].report.responses == told.responses and not told.failures
+    assert results[2].episodes.success.any()
+
+
 @pytest.mark.parametrize("preload", [(), PRELOAD], ids=["anew", "forked"])
 def test_episodes_are_those_of_commands_here(cluster, preload):
     ours, report = played(PLAYER)
@@ -42,7 +64,7 @@ def test_episodes_are_those_of_commands_here(cluster, preload):
     theirs, told = rollout(runner)
     runner.close()
     assert_same(theirs, ours)
-    assert (theirs.logp == ours.logp).all() and told.responses == report.responses and not told.failures
+    assert told.responses == report.responses and not told.failures
 
 
 def test_what_goes_wrong_costs_its_episode(cluster, hurried, tmp_path):  # noqa: F811
