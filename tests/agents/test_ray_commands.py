@@ -47,7 +47,8 @@ def test_episodes_of_a_text_environment_are_the_same_to_the_bit(cluster, tmp_pat
     for workers in (0, 2, "ray:2"):
         rollout = HostRollout(
             Guess, ChatFormat(ChatFrame(policy().tokenizer), str(tmp_path / "bare.txt"), 128), {SHARED: policy().graphdef},
-            mesh_of(), TextSettings(batch=B, history_length=0, response_limit=9, decode_batch_size=B, workers=workers, time_limit=600),
+            mesh_of(),
+            TextSettings(batch=B, history_length=0, response_limit=9, decode_batch_size=B, workers=workers, time_limit=600),
         )  # fmt: skip
         results.append(rollout({SHARED: policy().params}, TASKS, KEYS, GROUPS, DECODING))
         rollout.close()
