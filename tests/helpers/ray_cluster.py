@@ -8,14 +8,14 @@ import pytest
 @contextlib.contextmanager
 def two_nodes():
     """Yields the cluster, and its node that may be killed."""
-    import ray
-    from ray.cluster_utils import Cluster
-
     node = {"num_cpus": 2, "object_store_memory": 80 * 2**20, "include_dashboard": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token is written to the home folder
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # on a busy machine
+        patch.setenv("RAY_raylet_start_wait_time_s", "300")  # on a busy machine; ray reads it when it is imported
+        import ray
+        from ray.cluster_utils import Cluster
+
         cluster = Cluster(initialize_head=True, head_node_args=node)
         try:
             other = cluster.add_node(**node)
