@@ -11,6 +11,7 @@ from hgpo_jax.config.learning import AdvantageConfig, CriticConfig, LearnerConfi
 from hgpo_jax.config.open_fields import are_options, is_choice
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.section import Positive, Section, Share, field
+from hgpo_jax.config.workers import workers_of
 from hgpo_jax.utils.files import CACHE_DIR, check_scheme, is_remote
 
 
@@ -90,11 +91,10 @@ class EnvConfig(Section):
         "without a step counter or a clock; default: equal texts",
     )
     strict: bool = field(False, "text: an inadmissible action is invalid, as a malformed response always is")
-    workers: int = field(
+    workers: int | str = field(
         0,
-        "text: processes that play the environments; 0 plays them in this one. agent: commands at a time; 0: one a slot",
-        ge=0,
-        le=256,
+        "text: processes that play the environments; 0 plays them in this one. agent: commands at a time; 0: one a slot. "
+        "ray:N: on a Ray cluster, that of RAY_ADDRESS or one that starts here",
     )
     time_limit: float = field(
         60.0, "seconds after which an environment in a worker counts as hung, and an agent that asks for nothing", gt=0
@@ -104,6 +104,11 @@ class EnvConfig(Section):
     @classmethod
     def _is_known(cls, value):
         return is_choice("env.name", value)
+
+    @pydantic.field_validator("workers", mode="before")
+    @classmethod
+    def _are_workers(cls, value):
+        return value if workers_of(value).ray else int(value)
 
     _are_options = pydantic.field_validator("options")(are_options)
 

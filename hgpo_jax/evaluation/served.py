@@ -29,9 +29,9 @@ from hgpo_jax.rollout.chat_prompts import NO_CHAT, Prompt, load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.process_workers import ProcessWorkers
+from hgpo_jax.rollout.process_workers import env_workers
 from hgpo_jax.rollout.tasks import task_numbers
-from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers
+from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec
 from hgpo_jax.sampling.continuous_batching import SlotResponse
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.validate import check_together
@@ -91,11 +91,7 @@ class ServedPolicy:
             self._template = load_template(config.env.template or entry.template)
             if self._template.chats:
                 raise ValueError(f"env.template={config.env.template}: a served policy reads one message; {NO_CHAT}")
-            self._workers = (
-                ProcessWorkers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
-                if config.env.workers
-                else LocalWorkers(make_env, config.env.time_limit)
-            )
+            self._workers = env_workers(make_env, config.env.workers, config.evaluation.episodes, config.env.time_limit)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={config.env.name}: {one_line(str(error))}") from None
         spec: EnvSpec = self._workers.spec

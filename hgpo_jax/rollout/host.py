@@ -28,10 +28,10 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.rollout.chat_prompts import Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
-from hgpo_jax.rollout.process_workers import ProcessWorkers
+from hgpo_jax.rollout.process_workers import env_workers
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.shared_workers import SharedWorkers
-from hgpo_jax.rollout.workers import EnvSpec, LocalWorkers
+from hgpo_jax.rollout.workers import EnvSpec
 from hgpo_jax.sampling.constraint import sets_of
 from hgpo_jax.sampling.continuous_batching import SlotResponse, SlotSampler
 from hgpo_jax.sampling.generate import Decoding
@@ -50,7 +50,7 @@ class TextSettings:
     strict: whether an inadmissible action is invalid, like a malformed response.
 
     On the host alone:
-    workers: processes that step the environments; 0 steps them in this process, where one that hangs hangs the run.
+    workers: processes that step the environments, or `ray:N`; 0 steps them in this process, where one that hangs hangs the run.
     time_limit: timeout in seconds, after which a worker's episode counts as hung.
     ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
     reuse: whether a prompt that begins with the last one of its episode is computed from there on (`held_prefixes.py`).
@@ -63,7 +63,7 @@ class TextSettings:
     response_limit: int = 512
     decode_batch_size: int = 64
     strict: bool = False
-    workers: int = 0
+    workers: int | str = 0
     time_limit: float = 60.0
     ready_fraction: float = 1.0
     reuse: bool = False
@@ -112,9 +112,7 @@ class HostRollout:
     def _start_workers(self, make_env: Callable) -> None:
         def make_workers():
             s = self._settings
-            if not s.workers:
-                return LocalWorkers(make_env, s.time_limit)
-            return ProcessWorkers(make_env, s.workers, s.batch, s.time_limit)
+            return env_workers(make_env, s.workers, s.batch, s.time_limit)
 
         self._workers = SharedWorkers(make_workers) if jax.process_count() > 1 else make_workers()
         spec: EnvSpec = self._workers.spec

@@ -1,4 +1,7 @@
-"""Environment workers in separate processes, which are replaced when they die or time out."""
+"""Environment workers in separate processes, which are replaced when they die or time out.
+
+They are processes of this machine, or actors on a Ray cluster (`ray_workers.py`).
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from typing import Any
 
-from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers, Request
+from hgpo_jax.config.workers import workers_of
+from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers, Request, made
 from hgpo_jax.utils.errors import RunError
 
 
@@ -22,53 +25,83 @@ class _Hung(EnvFailure):
     """The failure of an episode whose worker timed out."""
 
 
-class _WorkerProcess:
-    """A process, and the thread that hands it one request at a time and replaces it when it dies or times out."""
+class LocalProcess:
+    """A process of this machine, which first sends its spec, or why it has none, and then an answer to each request."""
 
     _starting = threading.Lock()
 
-    def __init__(self, make: Callable, describe: Callable[[tuple], str], time_limit: float, start_limit: float):
-        self._make, self._describe, self._time_limit, self._start_limit = make, describe, time_limit, start_limit
-        self.stepped = False  # whether it has ever answered a step, not just a reset
-        self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
-        self._ended = False
-        self.process: BaseProcess | None = None
-        self._thread = threading.Thread(target=self._answer_all, daemon=True)
-        self._spawn()
-
-    def _spawn(self) -> None:
+    def __init__(self, make: Callable):
         context = multiprocessing.get_context("spawn")
-        self._deadline = time.monotonic() + self._start_limit
-        self.pipe, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._make), daemon=True)
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
         with self._starting:
             # A worker never needs the accelerator; jax reads this when it is imported.
             before = os.environ.get("JAX_PLATFORMS")
             os.environ["JAX_PLATFORMS"] = "cpu"
             try:
-                process.start()
+                self._process.start()
             finally:
                 os.environ.pop("JAX_PLATFORMS")
                 if before is not None:
                     os.environ["JAX_PLATFORMS"] = before
-        self.process = process
+        self.pid = self._process.pid
         theirs.close()
+
+    def send(self, request: tuple) -> None:
+        """Sends a request. Raises OSError if the process has died."""
+        self._pipe.send(request)
+
+    def poll(self, seconds: float) -> bool:
+        """Waits for an answer, or the end of the process, at most for so long; returns whether there is one."""
+        return self._pipe.poll(seconds)
+
+    def receive(self) -> Any:
+        """Returns the answer. Raises EOFError or OSError if the process has died."""
+        return self._pipe.recv()
+
+    def kill(self) -> None:
+        """Ends the process at once; a thread that waits for its answer finds that out."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process, and waits until it has ended; nobody may wait for its answer."""
+        self._pipe.close()
+        self._process.kill()
+        self._process.join()
+
+
+class _Worker:
+    """A process, and the thread that hands it one request at a time and replaces it when it dies or times out."""
+
+    def __init__(self, start: Callable[[], Any], describe: Callable[[tuple], str], time_limit: float, start_limit: float):
+        self._start, self._describe, self._time_limit, self._start_limit = start, describe, time_limit, start_limit
+        self.stepped = False  # whether it has ever answered a step, not just a reset
+        self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
+        self._ended = False
+        self.process: Any = None  # a LocalProcess or a ray_workers.RayProcess
+        self._thread = threading.Thread(target=self._answer_all, daemon=True)
+        self._spawn()
+
+    def _spawn(self) -> None:
+        self._deadline = time.monotonic() + self._start_limit
+        self.process = self._start()
         if self._ended:
-            process.kill()
+            self.process.kill()
 
     def read_spec(self) -> EnvSpec:
         """Receives the first message of a new process. Raises ValueError if it cannot make its environment."""
         try:
-            if not self.pipe.poll(max(0.0, self._deadline - time.monotonic())):
+            if not self.process.poll(max(0.0, self._deadline - time.monotonic())):
                 raise ValueError(f"environment: not made in {self._start_limit:g} s; give it more time")
-            spec = self.pipe.recv()
-        except (EOFError, OSError):
-            raise ValueError("environment: its worker process died while it was made; try it with workers=0") from None
+            spec = self.process.receive()
+        except (EOFError, OSError) as error:
+            why = f": {error}" if str(error) else ""
+            raise ValueError(f"environment: its worker process died while it was made; try it with workers=0{why}") from None
         if isinstance(spec, str):  # the error
             raise ValueError(spec)
         return spec
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Starts the thread that answers; the process must have made its environment."""
         self._thread.start()
 
@@ -88,9 +121,9 @@ class _WorkerProcess:
             self._stop()
             return RunError(f"{error}; a worker that died or took too long cannot be replaced")
         try:
-            self.pipe.send(request)
-            if self.pipe.poll(self._time_limit):
-                answer = self.pipe.recv()
+            self.process.send(request)
+            if self.process.poll(self._time_limit):
+                answer = self.process.receive()
                 self.stepped |= request[-1] != ()
                 return answer
             failure: EnvFailure = _Hung(f"no answer in {self._time_limit:g} s{self._describe(request)}")
@@ -102,10 +135,8 @@ class _WorkerProcess:
         return request[0], failure
 
     def _stop(self) -> None:
-        self.pipe.close()
         if self.process:
-            self.process.kill()
-            self.process.join()
+            self.process.close()
             self.process = None
 
     def end(self) -> None:
@@ -113,10 +144,27 @@ class _WorkerProcess:
         self._ended = True
         self.queue.put(None)
         if process := self.process:
-            process.kill()  # a thread that waits for an answer then finds the pipe closed
+            process.kill()
         if self._thread.is_alive():
             self._thread.join()
         self._stop()
+
+
+def env_workers(make_env: Callable, workers: int | str, episodes: int, time_limit: float) -> LocalWorkers | ProcessWorkers:
+    """Starts the workers of `env.workers=workers`; 0: environments in this process.
+
+    Other arguments and errors as those of `ProcessWorkers`.
+    """
+    count, ray = workers_of(workers)
+    if not count:
+        return LocalWorkers(make_env, time_limit)
+    start: Callable[[Callable], Any] = LocalProcess
+    if ray:
+        from hgpo_jax.rollout.ray_workers import RayProcess, connect  # who needs no cluster needs no ray
+
+        connect()
+        start = RayProcess
+    return ProcessWorkers(make_env, count, episodes, time_limit, start=start)
 
 
 class ProcessWorkers:
@@ -132,6 +180,7 @@ class ProcessWorkers:
       time_limit: timeout in seconds for one answer.
       start_limit: timeout in seconds for a process to make its first environment.
       local: the workers inside each process; with `reward_workers.LocalReward`, `make_env` loads a reward function.
+      start: starts a process with a function that makes its workers.
 
     Raises:
       ValueError: the first environment cannot be made.
@@ -145,13 +194,15 @@ class ProcessWorkers:
         time_limit: float = 60.0,
         start_limit: float = 600.0,
         local: Any = LocalWorkers,
+        start: Callable[[Callable], Any] = LocalProcess,
     ):
         self._episodes, self._limit, self._hung_in_a_row = episodes, f"{local.limit}={time_limit:g}", 0
         self.discard_answers()
         self._workers = []
         atexit.register(self.close)  # otherwise a thread would replace the processes that the exiting interpreter ends
         for _ in range(min(workers, episodes)):
-            self._workers.append(_WorkerProcess(functools.partial(local, make_env), local.describe, time_limit, start_limit))
+            begin = functools.partial(start, functools.partial(local, make_env))
+            self._workers.append(_Worker(begin, local.describe, time_limit, start_limit))
         for worker in self._workers:
             try:
                 self.spec = worker.read_spec()
@@ -159,7 +210,7 @@ class ProcessWorkers:
                 self.close()
                 raise
         for worker in self._workers:
-            worker.start()
+            worker.begin()
 
     def discard_answers(self) -> None:
         """Discards answers that have not been received, including those still to come."""
@@ -207,14 +258,10 @@ def _serve(pipe, make) -> None:
     # The parent handles signals; it may finish its iteration before it exits.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    workers, spec = made(make)
+    pipe.send(spec)
     try:
-        workers = make()
-    except Exception as error:
-        pipe.send(" ".join(f"environment: {error}".split()))
-        return
-    pipe.send(workers.spec)
-    try:
-        while True:
+        while workers:
             workers.send([pipe.recv()])
             pipe.send(*workers.receive(1))
     except (EOFError, OSError):

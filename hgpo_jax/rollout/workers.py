@@ -12,7 +12,7 @@ from __future__ import annotations
 import numbers
 import traceback
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -113,6 +113,15 @@ class LocalWorkers:
     def close(self) -> None:
         """Drops the environments."""
         self._envs.clear()
+
+
+def made(make: Callable) -> tuple[Any, EnvSpec | str]:
+    """Makes the workers inside a process; returns them and their spec, or None and why there are none."""
+    try:
+        workers = make()
+    except Exception as error:
+        return None, " ".join(f"environment: {error}".split())
+    return workers, workers.spec
 
 
 def read_output(env, result, length: int) -> EnvOutput:

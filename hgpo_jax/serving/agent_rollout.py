@@ -15,26 +15,18 @@ The samples of a turn depend on the episode's key, the turn and the prompt alone
 temperature a program asks for. A command that fails costs only its own episode, which is left out if it never made a request.
 After an answer, a crash, a conversation that exceeds a prompt, silence or a missing final reward is the policy's failure: the
 episode is lost and keeps the rewards that were posted; with `env.failed=exclude` it is left out, too.
+
+With `env.workers=ray:N` commands run on the nodes of a Ray cluster (`ray_commands.py`), in a folder of the same path, with the
+variables of the node. An episode whose node or actor dies is left out.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
 import secrets
-import shlex
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -42,6 +34,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
+from hgpo_jax.config.workers import workers_of
 from hgpo_jax.policy import ModelConfig, Policy, network
 from hgpo_jax.policy.chat_template import ChatFrame, end_tokens
 from hgpo_jax.rollout.episodes import Episodes
@@ -51,23 +44,24 @@ from hgpo_jax.rollout.runners import check_context
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.sampling.slot_programs import SlotPrograms
+from hgpo_jax.serving.commands import (
+    CONTEXT,
+    CRASH,
+    INFRASTRUCTURE,
+    KINDS,
+    NO_REWARD,
+    Commands,
+    Failure,
+    Launcher,
+    command_of,
+    variables_of,
+)
 from hgpo_jax.serving.engine import Engine
-from hgpo_jax.serving.fork_server import Forked, ForkServer
-from hgpo_jax.utils.errors import ConfigError, RunError, one_line
+from hgpo_jax.utils.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
 
 ANSWER_LIMIT = 3600.0  # timeout of a request in seconds, most of which it may wait for a slot
-MAX_OUTPUT = 2**26  # bytes that a command may write to its terminal
-# Kinds of failures. No answer is to blame for the first; the metrics have the share of each as `failed/KIND`.
-KINDS = INFRASTRUCTURE, CRASH, CONTEXT, SILENCE, NO_REWARD = "infrastructure", "crash", "context", "silence", "no_reward"
-
-
-class Failure(NamedTuple):
-    """The reason why an episode failed: one of KINDS, and a description in a line."""
-
-    kind: str
-    reason: str
 
 
 class AgentRunner:
@@ -83,8 +77,6 @@ class AgentRunner:
         env, rollout = config.env, config.rollout
         check_context(config, models)
         (model,) = models.values()  # an agent has one role
-        self._command = command_of(env.command)
-        self._preload = env.preload
         try:
             import hgpo_jax.serving.uvicorn_server  # noqa: F401
         except ImportError as error:
@@ -107,10 +99,17 @@ class AgentRunner:
         self._excludes, self._played = env.failed == "exclude", False  # whether an episode has ever ended properly
         self._batch = rollout.prompt_groups * rollout.group_size
         self._slots = min(self._batch, rollout.decode_batch_size * mesh.shape["data"])
-        self._at_a_time = env.workers or self._slots
+        workers = workers_of(env.workers)
+        self._at_a_time = workers.number or self._slots
         self.num_tasks, self.num_held_out_tasks = None, env.num_held_out_tasks or None
         # Last, so that what is refused above leaves no process.
-        self._forks = fork_server(self._command, env.command, env.preload) if env.preload else None
+        self._launcher: Any
+        if workers.ray:
+            from hgpo_jax.serving.ray_commands import RayLauncher  # who needs no cluster needs no ray
+
+            self._launcher = RayLauncher(env.command, env.preload, workers.number, env.time_limit)
+        else:
+            self._launcher = Launcher(command_of(env.command), env.preload)
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes.
@@ -137,9 +136,8 @@ class AgentRunner:
             programs=self._programs,
         )
         api = Api(engine, self._tokenizer, "", key="", time_limit=ANSWER_LIMIT, sessions=Sessions(sessions), frame=self._frame)
-        if self._forks and self._forks.ended:  # it was killed
-            self._forks = fork_server(self._command, " ".join(self._command), self._preload)
-        with engine, served(api) as url, Commands(self._command, self._time_limit, self._forks) as commands:
+        self._launcher.revive()
+        with engine, served(api, self._launcher.host) as url, Commands(self._launcher, self._time_limit) as commands:
             play = functools.partial(_play, commands, url, split, engine)
             with ThreadPoolExecutor(self._at_a_time, "agents") as threads:
                 try:
@@ -175,9 +173,8 @@ class AgentRunner:
         return task_numbers(stream, seed, np.asarray(indices), self.num_held_out_tasks if stream == "held_out" else None)
 
     def close(self) -> None:
-        """Ends the process that forks commands; the commands end with their rollout."""
-        if self._forks:
-            self._forks.close()
+        """Ends the processes that start commands; the commands end with their rollout."""
+        self._launcher.close()
 
     def abstract_episodes(self, params, inputs: tuple) -> Episodes:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
@@ -193,62 +190,6 @@ class AgentRunner:
         return result.report.story(result.episodes, index, self.roles)
 
 
-def command_of(text: str) -> list[str]:
-    """Splits a command into words. Raises ConfigError for one that cannot be started."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ConfigError(f"env.command={text}: {error}") from None
-    if not words:
-        raise ConfigError('env.command=: env.name=agent needs the command of an episode, as in env.command="python agent.py"')
-    if shutil.which(words[0], path=_path()) is None:
-        raise ConfigError(f"env.command={text}: there is no program {words[0]}")
-    program, file = Path(words[0]).name, (words[1:] or ["-"])[0]
-    if program.startswith("python") and not file.startswith("-") and not Path(file).exists():
-        raise ConfigError(f"env.command={text}: there is no file {file} in {Path.cwd()}")
-    return words
-
-
-def fork_server(command: list[str], text: str, preload: Sequence[str]) -> ForkServer:
-    """Starts the process that imports modules and forks the commands. Raises ConfigError. text: the command as it was given."""
-    found = Path(shutil.which(command[0], path=_path()) or "")
-    ours = found.parent == Path(sys.executable).parent and found.name.startswith("python")
-    if not (ours and len(command) > 1 and (not command[1].startswith("-") or (command[1] == "-m" and len(command) > 2))):
-        given = f"env.preload={','.join(preload)}"
-        raise ConfigError(f"{given}: needs a command `python FILE` or `python -m MODULE`, not env.command={text}")
-    try:
-        return ForkServer(command[1:], preload, _environment())
-    except ValueError as error:
-        raise ConfigError(f"env.preload={error}") from None
-
-
-def _environment() -> dict[str, str]:
-    """Returns a command's environment: an agent needs no accelerator, must not use a proxy for this machine, and asks nobody
-    but the policy."""
-    local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
-    return kept | {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()}
-
-
-def _path() -> str:
-    """Returns the search path for programs, in which `python` is the interpreter that runs this."""
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-
-
-def variables_of(url: str, session, task: int, split: str) -> dict[str, str]:
-    """Returns the environment variables that tell a command where the policy is, and what to play."""
-    return {
-        "OPENAI_BASE_URL": url,
-        "OPENAI_API_KEY": session.name,
-        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-        "ANTHROPIC_API_KEY": session.name,
-        "HGPO_SESSION": session.name,
-        "HGPO_TASK": str(task),
-        "HGPO_SPLIT": split,
-        "HGPO_TURNS": str(session.max_turns),
-    }
-
-
 def _play(commands: Commands, url: str, split: str, engine, session, task: int) -> Failure | None:
     """Plays one episode; returns its failure, if any."""
     failure = commands.run(session, variables_of(url, session, task, split))
@@ -262,84 +203,3 @@ def _play(commands: Commands, url: str, split: str, engine, session, task: int) 
         return None
     failure = failure or Failure(NO_REWARD, "its command ended without a reward")
     return failure._replace(kind=CONTEXT) if session.overflowed and failure.kind in (CRASH, NO_REWARD) else failure
-
-
-class Commands:
-    """Runs a command repeatedly, several at a time; a context manager that ends all of them.
-
-    Processes that a command detaches (`setsid`) are not ended.
-
-    time_limit: timeout in seconds after which a command that neither asks the policy nor ends is killed.
-    forks: forks the command from a process that has imported its modules; None: it is started anew.
-    """
-
-    def __init__(self, command: list[str], time_limit: float, forks: ForkServer | None = None):
-        self._command, self._time_limit, self._forks = command, time_limit, forks
-        self._stopping = threading.Event()
-
-    def __enter__(self) -> Commands:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Ends the running commands, and starts no others."""
-        self._stopping.set()
-
-    def run(self, session, variables: dict[str, str]) -> Failure | None:
-        """Runs the command for one session; returns its failure, if any."""
-        stopped = Failure(INFRASTRUCTURE, "stopped")
-        if self._stopping.is_set():
-            return stopped
-        variables = _environment() | variables
-        with tempfile.TemporaryFile() as output:
-            try:
-                process = self._started(variables, output)
-            except OSError as error:
-                return Failure(INFRASTRUCTURE, f"its command could not be started: {error.strerror}")
-            session.started()
-            try:
-                while (code := _wait(process)) is None:
-                    if self._stopping.is_set():
-                        return stopped
-                    if os.fstat(output.fileno()).st_size > MAX_OUTPUT:
-                        return Failure(CRASH, f"its command wrote more than {MAX_OUTPUT:,} bytes")
-                    if session.silent > self._time_limit:
-                        return Failure(SILENCE, f"its command neither asked nor ended in {self._time_limit:g} s")
-            finally:
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # the command and its children
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            if code < 0:
-                return Failure(CRASH, f"its command was ended by signal {-code}")
-            return Failure(CRASH, f"its command ended with {code}: {_last_line(output)}") if code else None
-
-    def _started(self, variables: dict[str, str], output) -> subprocess.Popen | Forked:
-        """Starts the command. Raises OSError."""
-        if self._forks:
-            return self._forks.start(variables, output)
-        return subprocess.Popen(
-            self._command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            start_new_session=True,
-        )
-
-
-def _wait(process: subprocess.Popen | Forked) -> int | None:
-    """Returns the exit code; None if the process does not end within a moment."""
-    try:
-        return process.wait(timeout=0.5)
-    except subprocess.TimeoutExpired:
-        return None
-
-
-def _last_line(file) -> str:
-    """Returns the last line that a command has written, for a message."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 4000))
-    lines = file.read().decode(errors="replace").split("\n")
-    return one_line(next((line for line in reversed(lines) if line.strip()), "it said nothing"))[:500]

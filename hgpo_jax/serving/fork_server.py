@@ -34,7 +34,7 @@ READY = b"\0"
 
 
 class Forked:
-    """A running program, with the methods of a subprocess.Popen that `agent_rollout.Commands` uses."""
+    """A running program, with the methods of a subprocess.Popen that `commands.Running` uses."""
 
     def __init__(self, pid: int, connection: socket.socket):
         self.pid, self._connection = pid, connection

@@ -37,14 +37,14 @@ def settings(app: Any, **more: Any) -> uvicorn.Config:
 
 
 @contextlib.contextmanager
-def served(app: Any) -> Iterator[str]:
-    """Serves an ASGI application on a thread, to this machine; yields the URL of its API."""
-    with listen("127.0.0.1", 0) as listening:
+def served(app: Any, host: str = "127.0.0.1") -> Iterator[str]:
+    """Serves an ASGI application on a thread, at an address of this machine; yields the URL of its API."""
+    with listen(host, 0) as listening:
         server = uvicorn.Server(settings(app, log_level="error", timeout_graceful_shutdown=1))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         try:
-            yield f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+            yield f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1"
         finally:
             server.should_exit = True
             thread.join()

@@ -6,6 +6,7 @@ What needs devices or sizes is refused later: a mesh by `job.job_mesh` and `poli
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
+from hgpo_jax.config.workers import workers_of
 from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, Method, method_named
 from hgpo_jax.policy.mesh import abstract_mesh
@@ -104,6 +106,8 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
             f"rollout.overlap={config.rollout.overlap}: with learner.offload=true the update's arrays would be on the devices "
             "while episodes are sampled, and nothing saved; leave one of the two out"
         )
+    if workers_of(env.workers).ray and importlib.util.find_spec("ray") is None:
+        raise ConfigError(f"env.workers={env.workers}: ray is not installed; pip install 'hgpo_jax[ray]'")
     if config.rollout.ready_fraction < 1 and not compiled and not env.workers:
         raise ConfigError(
             f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step "

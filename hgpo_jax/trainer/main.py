@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.config.cli import REFUSED
+from hgpo_jax.config.workers import workers_of
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.policy import Policy, model_card
 from hgpo_jax.policy.chat_template import ChatFrame
@@ -181,7 +182,8 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
 
     if config.env.workers and isinstance(job.runner, TextRunner):
         limit = f"an answer may take {config.env.time_limit:g} s (env.time_limit)"
-        say(f"{config.env.workers} workers play {config.env.name}; {limit}")
+        count, ray = workers_of(config.env.workers)
+        say(f"{count} workers{' on a Ray cluster' * ray} play {config.env.name}; {limit}")
     for fault in faults:
         if jax.process_index() == 0:
             warn(fault)

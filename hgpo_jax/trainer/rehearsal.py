@@ -25,6 +25,7 @@ import jax
 import yaml
 
 from hgpo_jax.config import Config
+from hgpo_jax.config.workers import at_most
 from hgpo_jax.learner.methods import method_named
 from hgpo_jax.policy import ModelConfig, Policy, huggingface_folder, initialize
 from hgpo_jax.policy.mesh import make_mesh, parse_mesh
@@ -137,7 +138,8 @@ def smaller(config: Config, axes: dict[str, int]) -> dict:
     fields = config.model_dump(mode="json")
     for name in _counted(config):
         section, field = name.split(".")
-        fields[section][field] = min(fields[section][field], MOST[name])
+        smallest = at_most if name == "env.workers" else min
+        fields[section][field] = smallest(fields[section][field], MOST[name])
     apart = _axes(config.rollout.mesh) if config.rollout.mesh else axes
     shards = math.lcm(axes["data"] * axes["fsdp"], apart["data"] * apart["fsdp"])
     rollout, learner = fields["rollout"], fields["learner"]

@@ -17,8 +17,8 @@ from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving import agent_rollout
 from hgpo_jax.serving.agent_rollout import AgentRunner
+from hgpo_jax.serving.commands import KINDS, Commands, Launcher, Running
 from hgpo_jax.serving.sessions import Session
 from hgpo_jax.setup.job import build
 from hgpo_jax.utils.errors import ConfigError, RunError
@@ -49,8 +49,7 @@ def played(*command, tasks=TASKS, held_out=False, failed="zero", before=True, pr
     """before: whether an episode has come to a proper end before."""
     runner = runner_of()
     runner._excludes, runner._played = failed == "exclude", before
-    runner._command, runner._time_limit = [sys.executable, *map(str, command)], 60.0
-    runner._forks = agent_rollout.fork_server(runner._command, "", preload) if preload else None
+    runner._launcher, runner._time_limit = Launcher([sys.executable, *map(str, command)], preload), 60.0
     try:
         return runner.rollout({SHARED: policy().params}, tasks, KEYS, GROUPS, DECODING, held_out=held_out)
     finally:
@@ -106,7 +105,7 @@ def test_what_goes_wrong_costs_an_episode(expected, hurried, preload):
         2: "its command asked the policy nothing", 3: "its command neither asked nor ended in 60 s",
     }  # fmt: skip
     assert not e.mask[:4].any() and report.counts["excluded"] == 4
-    for kind in agent_rollout.KINDS:
+    for kind in KINDS:
         assert report.counts[f"failed/{kind}"] == (0 if kind == "context" else 1 / 6)
     # An episode has no more turns than it may, and then needs no reward.
     assert report.counts["out_of_turns"] == 1 and e.mask[4].all() and not e.rewards[4].any() and not e.success[4]
@@ -121,7 +120,7 @@ def test_what_an_answer_may_have_caused_is_lost(caplog, hurried):
     assert report.failures == {2: "its command asked the policy nothing"}  # infrastructure alone is left out
     assert e.mask.sum(1).tolist() == [1, 1, 0, 1, 1, 1] and e.rewards.sum(1).tolist() == [0, 0.5, 0, 0, 0, 0]
     assert not e.success.any()
-    shares = {kind: report.counts[f"failed/{kind}"] * 6 for kind in agent_rollout.KINDS}
+    shares = {kind: report.counts[f"failed/{kind}"] * 6 for kind in KINDS}
     assert shares == pytest.approx({"infrastructure": 1, "crash": 2, "context": 1, "silence": 1, "no_reward": 1})
     assert "5 of 6 episodes are lost, the first one: its command ended with 1: it is broken" in caplog.text
 
@@ -140,7 +139,7 @@ def test_who_is_asked_at_the_same_time_is_a_branch_with_the_same_samples():
 @pytest.mark.slow
 def test_conversations_that_share_a_slot_are_read_once_with_a_store():
     runner = runner_of("rollout.prompt_limit=448", "rollout.decode_batch_size=1", "env.workers=6", "rollout.store=1")
-    runner._command = [sys.executable, str(PLAYER), "3=chats"]
+    runner._launcher = Launcher([sys.executable, str(PLAYER), "3=chats"])
     e, report = runner.rollout({SHARED: policy().params}, [3] * B, KEYS, GROUPS, DECODING)
     lengths = e.prompt_lengths
     assert runner._slots == 1 and e.mask.all() and lengths[:, 0].min() > 64
@@ -155,9 +154,9 @@ def test_tasks_to_train_on_and_held_out_ones():
 def test_a_command_that_cannot_be_started_is_a_reason(tmp_path):
     (script := tmp_path / "script").write_text("no program")
     script.chmod(0o755)
-    with agent_rollout.Commands([str(script)], 5.0) as commands:
+    with Commands(Launcher([str(script)]), 5.0) as commands:
         assert commands.run(Session("x", 1), {}) == ("infrastructure", "its command could not be started: Exec format error")
-    with agent_rollout.Commands(["yes"], 60.0) as commands:
+    with Commands(Launcher(["yes"]), 60.0) as commands:
         assert commands.run(Session("x", 1), {}) == ("crash", "its command wrote more than 67,108,864 bytes")
 
 
@@ -177,14 +176,14 @@ def test_where_all_fail_the_run_ends():
 
 def test_a_signal_ends_the_commands(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    wait = agent_rollout._wait
+    wait = Running.wait
 
-    def interrupted(process):
+    def interrupted(running):
         if len(os.listdir(tmp_path)) == B:
             raise KeyboardInterrupt
-        return wait(process)
+        return wait(running)
 
-    monkeypatch.setattr(agent_rollout, "_wait", interrupted)
+    monkeypatch.setattr(Running, "wait", interrupted)
     with pytest.raises(KeyboardInterrupt):
         played("-c", "import os, time; open(str(os.getpid()), 'w'); time.sleep(600)")
     for name in os.listdir(tmp_path):

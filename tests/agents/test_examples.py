@@ -18,7 +18,8 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.alfworld import load_game
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving.agent_rollout import AgentRunner, Commands, variables_of
+from hgpo_jax.serving.agent_rollout import AgentRunner
+from hgpo_jax.serving.commands import Commands, Launcher, variables_of
 from hgpo_jax.serving.sessions import Session, Sessions
 from hgpo_jax.serving.uvicorn_server import served
 from hgpo_jax.serving.web_app import Api
@@ -73,7 +74,7 @@ def test_the_agent_with_tools_finds_its_number():
     session = Session(secrets.token_hex(8), 12)
     api = Api(engine, engine.tokenizer, "", key="", time_limit=60.0, sessions=Sessions([session]))
     run = [sys.executable, "-m", "hgpo_jax.envs.agents.number_tools"]
-    with served(api) as url, Commands(run, 60.0) as commands:
+    with served(api) as url, Commands(Launcher(run), 60.0) as commands:
         assert commands.run(session, variables_of(url, session, FAR, "train")) is None
     assert session.ended and session.success and session.reward == 1
     assert len(session.turns) == 1 + 1 + 5  # without the tool, with one that there is not, 50, 75, 62, 56, 59

@@ -9,8 +9,7 @@ import time
 
 import pytest
 
-from hgpo_jax.serving import agent_rollout
-from hgpo_jax.serving.agent_rollout import Commands
+from hgpo_jax.serving.commands import Commands, Launcher, command_of, fork_server
 from hgpo_jax.serving.fork_server import ForkServer
 from hgpo_jax.serving.sessions import Session
 from hgpo_jax.utils.errors import ConfigError
@@ -125,14 +124,15 @@ def test_what_runs_is_killed_with_its_children(folder, how, monkeypatch):
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
         "open('new', 'w').write(str(child.pid))\nos.rename('new', 'pid')\ntime.sleep(600)\n"
     )
-    server, session = ForkServer(["agent.py"], ["json"], os.environ), Session("x", 1)
     if how == "killed":
+        launcher, session = Launcher([sys.executable, "agent.py"], ["json"]), Session("x", 1)
         monkeypatch.setattr(Session, "silent", property(lambda _: 99.0 * (folder / "pid").exists()))
-        with Commands([], 60.0, server) as commands:
+        with Commands(launcher, 60.0) as commands:
             assert commands.run(session, {}).kind == "silence"
         child = wait_for(folder / "pid")
-        server.close()
+        launcher.close()
     else:  # as if the trainer had died
+        server = ForkServer(["agent.py"], ["json"], os.environ)
         with tempfile.TemporaryFile() as output:
             process = server.start(os.environ, output)
             child = wait_for(folder / "pid")
@@ -144,14 +144,17 @@ def test_what_runs_is_killed_with_its_children(folder, how, monkeypatch):
         time.sleep(0.01)
 
 
-def test_a_server_that_was_killed_costs_the_episodes_of_its_rollout(server):
-    os.kill(server._process.pid, signal.SIGKILL)
-    server._process.wait()
-    with Commands([], 60.0, server) as commands:
+def test_a_server_that_was_killed_costs_the_episodes_of_its_rollout(folder):
+    launcher = Launcher([sys.executable, "agent.py"], ["json", "numpy", "shared"])
+    os.kill(launcher._forks._process.pid, signal.SIGKILL)
+    launcher._forks._process.wait()
+    with Commands(launcher, 60.0) as commands:
         for _ in range(2):
             failure = commands.run(Session("x", 1), {})
             assert failure.kind == "infrastructure" and "could not be started" in failure.reason
-    assert server.ended
+        launcher.revive()
+        assert commands.run(Session("x", 1), {}) is None
+    launcher.close()
 
 
 @pytest.mark.parametrize(
@@ -170,5 +173,5 @@ def test_what_cannot_be_forked_is_refused(folder, command, preload, message):
     (folder / "broken.py").write_text("raise ValueError('not so')")
     (folder / "threads.py").write_text("import threading as t\nt.Thread(target=t.Event().wait, daemon=True).start()")
     with pytest.raises(ConfigError) as raised:
-        agent_rollout.fork_server(agent_rollout.command_of(command), command, [preload])
+        fork_server(command_of(command), [preload])
     assert str(raised.value).startswith(message)

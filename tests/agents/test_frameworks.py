@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hgpo_jax.serving.agent_rollout import Commands, variables_of
+from hgpo_jax.serving.commands import Commands, Launcher, variables_of
 from hgpo_jax.serving.sessions import Session, Sessions
 from hgpo_jax.serving.uvicorn_server import served
 from hgpo_jax.serving.web_app import Api
@@ -58,7 +58,7 @@ def test_an_agent_of_a_framework_plays_an_episode(command):
     session = Session(secrets.token_hex(8), 12)
     api = Api(engine, engine.tokenizer, "", key="", time_limit=60.0, sessions=Sessions([session]))
     program, *how = command.split()
-    with served(api) as url, Commands([sys.executable, str(PROGRAMS / program), *how], 60.0) as commands:
+    with served(api) as url, Commands(Launcher([sys.executable, str(PROGRAMS / program), *how]), 60.0) as commands:
         assert commands.run(session, variables_of(url, session, FAR, "train")) is None
     assert session.ended and session.success and session.reward == 1
     assert len(session.turns) == 6  # 50, 75, 62, 56, 59, and that it is found

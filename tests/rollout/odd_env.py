@@ -75,6 +75,19 @@ class Restless(Counting):
         return super().step(action)
 
 
+class Placed(Counting):
+    """Says on which node of a Ray cluster it is; "wait" takes two seconds."""
+
+    def step(self, action):
+        time.sleep(2 * (action == "wait"))
+        return super().step(action)
+
+    def _tell(self):
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), ["add 1"]
+
+
 class Unreachable(Counting):
     """Cannot be made while there is such a file; what dies makes it."""
 

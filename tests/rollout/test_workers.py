@@ -137,10 +137,10 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
         assert play(workers, {0: ["add 1"]}, {0: 2})[0][-1].observation == "at 3"
         # A worker that was killed while it had nothing to do costs one episode.
         os.kill(workers._workers[0].process.pid, signal.SIGKILL)
-        workers._workers[0].process.join()
+        workers._workers[0].process._process.join()
         outputs = play(workers, {0: ["add 1"], 1: ["add 1"]}, {0: 2, 1: 2})
         assert isinstance(outputs[0][-1], EnvFailure) and outputs[1][-1].observation == "at 3"
-        processes = [worker.process for worker in workers._workers]
+        processes = [worker.process._process for worker in workers._workers]
     finally:
         workers.close()
     assert not any(process.is_alive() for process in processes)
