@@ -173,7 +173,8 @@ def config_json(
         more["use_sliding_window"] = False
     kind = "ForCausalLM"
     if config.vision:
-        more |= huggingface_vision.config_fields(config)
+        more |= huggingface_vision.config_fields(config.vision)
+        rope["mrope_section"] = list(config.vision.mrope_section)
         kind = "ForConditionalGeneration"
     return {
         "architectures": [f"{ARCHITECTURES[config.model_type]}{kind}"],

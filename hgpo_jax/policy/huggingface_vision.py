@@ -10,7 +10,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from hgpo_jax.policy.model_config import ModelConfig, VisionConfig
+from hgpo_jax.policy.model_config import VisionConfig
 
 PREPROCESSOR = "preprocessor_config.json"
 # Of red, green and blue, after division by 255; the numbers of CLIP (Radford et al., arXiv 2103.00020).
@@ -92,17 +92,16 @@ def _areas(preprocessor: dict) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def config_fields(config: ModelConfig) -> dict:
+def config_fields(vision: VisionConfig) -> dict:
     """Returns the fields of config.json that only a Qwen2.5-VL has; rope_scaling among them."""
-    assert config.vision is not None
-    v = dataclasses.asdict(config.vision)
+    v = dataclasses.asdict(vision)
     return {
-        "rope_scaling": {"type": "mrope", "mrope_section": list(config.vision.mrope_section)},
+        "rope_scaling": {"type": "mrope", "mrope_section": list(vision.mrope_section)},
         "vision_config": {
             "model_type": "qwen2_5_vl",
             **{name: v[name] for name in TOWER_FIELDS},
-            "in_channels": config.vision.in_channels,
-            "in_chans": config.vision.in_channels,
+            "in_channels": vision.in_channels,
+            "in_chans": vision.in_channels,
             "hidden_act": "silu",
         },
         **{name: v[name] for name in TOKEN_FIELDS},
