@@ -47,7 +47,8 @@ def export(
     folder = policy_folder(source)
     config = huggingface_folder.read_config(folder)
     source_weights = safetensors_files.Weights(folder)
-    tensors = weight_names.as_stored(weight_names.layout(shapes(config), config.num_hidden_layers), source_weights.shapes)
+    nested = weight_names.is_nested(source_weights.shapes)
+    tensors = weight_names.layout(shapes(config), config.num_hidden_layers, nested=nested)
     source_weights.check(tensors, tied=config.tie_word_embeddings)
     tensors = [dataclasses.replace(t, dtype=dtype or safetensors_files.DTYPES[source_weights.dtypes[t.name]]) for t in tensors]
     raw = huggingface_folder.read_json(folder, "config.json")

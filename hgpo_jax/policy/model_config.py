@@ -6,10 +6,15 @@ import dataclasses
 
 from hgpo_jax.config.choices import LINEARS
 
+TOWER_LINEARS = ("visual.qkv", "visual.proj", "visual.gate_proj", "visual.up_proj", "visual.down_proj")
+
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """Low-rank adapters: the `targets` of every block compute x W + (alpha / rank) x A B, A [in, rank], B [rank, out]."""
+    """Low-rank adapters: the `targets` of every block compute x W + (alpha / rank) x A B, A [in, rank], B [rank, out].
+
+    targets: some of LINEARS and, for the blocks of a vision tower, of TOWER_LINEARS.
+    """
 
     rank: int
     alpha: float
@@ -20,7 +25,7 @@ class LoraConfig:
             raise ValueError(f"rank={self.rank}: must be at least 1")
         if not self.alpha > 0:
             raise ValueError(f"alpha={self.alpha}: must be positive")
-        unknown = [name for name in self.targets if name not in LINEARS]
+        unknown = [name for name in self.targets if name not in (*LINEARS, *TOWER_LINEARS)]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):
             raise ValueError(f"targets={list(self.targets)}: expected some of {', '.join(LINEARS)}, each at most once")
 
@@ -188,6 +193,8 @@ class ModelConfig:
             )
         if (self.vision is not None) != (self.model_type == "qwen2_5_vl"):
             raise ValueError(f"model_type={self.model_type!r}: a qwen2_5_vl has vision, and no other model")
+        if self.lora and not self.vision and (tower := [name for name in self.lora.targets if name in TOWER_LINEARS]):
+            raise ValueError(f"targets={tower}: a {self.model_type} has no vision tower")
         if self.vision and self.vision.out_hidden_size != self.hidden_size:
             raise ValueError(f"out_hidden_size={self.vision.out_hidden_size}: must be hidden_size={self.hidden_size}")
         if self.vision and (len(self.vision.mrope_section) != 3 or 2 * sum(self.vision.mrope_section) != self.head_dim):

@@ -35,7 +35,7 @@ PARAMETER_AXES = {
     "up_proj.bias": ("mlp",),
 }
 # An adapter is split like its kernel, but never along its rank.
-for _name in LINEARS:
+for _name in (*LINEARS, "qkv", "proj"):
     _inputs, _outputs = PARAMETER_AXES[f"{_name}.kernel"]
     PARAMETER_AXES |= {f"{_name}.lora_a": (_inputs, None), f"{_name}.lora_b": (None, _outputs)}
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ from flax import nnx
 
 from hgpo_jax.policy.attention import attend
 from hgpo_jax.policy.layers import MLP, REMAT, Linear, RMSNorm, product_transposed
-from hgpo_jax.policy.mesh import constrain
+from hgpo_jax.policy.mesh import auto_axes, constrain
 from hgpo_jax.policy.model_config import ModelConfig, VisionConfig
 from hgpo_jax.policy.rope import apply_rope
 
@@ -95,6 +96,13 @@ def attend_within(runs: tuple[tuple[int, int], ...], q_MNHE, k_MNHE, v_MNHE):
     return jnp.concatenate(outs, axis=1)
 
 
+def constrain_rows(x, *axes: str | None):
+    """Pins the layout of x [M, ...]; M rows that the devices of a batch do not divide are computed by all of them."""
+    mesh = jax.sharding.get_abstract_mesh()
+    shards = math.prod(mesh.shape[axis] for axis in auto_axes("batch"))
+    return constrain(x, None if x.shape[0] % shards else "batch", *axes)
+
+
 class VisionAttention(nnx.Module):
     def __init__(self, c: ModelConfig, v: VisionConfig, rngs):
         self.heads = v.num_heads
@@ -104,7 +112,7 @@ class VisionAttention(nnx.Module):
     def __call__(self, x, rope, layout: Layout, full: bool):
         """Maps x [M, N, D], sorted by window, to the same. full: attend to the whole picture."""
         qkv = self.qkv(x).reshape(*x.shape[:2], 3, self.heads, -1)
-        q, k, v = (constrain(qkv[:, :, i], "batch", None, "heads", None) for i in range(3))
+        q, k, v = (constrain_rows(qkv[:, :, i], None, "heads", None) for i in range(3))
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         if full:
             y = attend_within(layout.picture_runs, *(a[:, layout.back] for a in (q, k, v)))[:, layout.windows]
@@ -120,8 +128,8 @@ class VisionBlock(nnx.Module):
         self.mlp = MLP(c, v.hidden_size, v.intermediate_size, rngs, bias=True, prefix="visual.")
 
     def __call__(self, x, rope, layout: Layout, full: bool):
-        x = constrain(x + self.attn(self.norm1(x), rope, layout, full), "batch", None, None)
-        return constrain(x + self.mlp(self.norm2(x)), "batch", None, None)
+        x = constrain_rows(x + self.attn(self.norm1(x), rope, layout, full), None, None)
+        return constrain_rows(x + self.mlp(self.norm2(x)), None, None)
 
 
 class VisionTower(nnx.Module):
@@ -163,7 +171,7 @@ class VisionTower(nnx.Module):
             raise ValueError(f"{patches.shape[1]} patches: the grids {grids} have {len(layout.windows)}")
         kernel, rope = self.patch_embed.proj.weight[...], self._rope(layout.positions)
         x = product_transposed(patches.astype(kernel.dtype), kernel.reshape(kernel.shape[0], -1))
-        x = constrain(x[:, layout.windows], "batch", None, None)
+        x = constrain_rows(x[:, layout.windows], None, None)
         graphdef, weights = nnx.split(self.blocks)
         for full, run in itertools.groupby(range(self.v.depth), self.v.fullatt_block_indexes.__contains__):
             indexes = list(run)

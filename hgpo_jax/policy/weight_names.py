@@ -6,8 +6,7 @@ The files have one tensor per layer for our stacked parameters, and linear weigh
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Container
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
@@ -38,8 +37,11 @@ class Tensor:
         return self.shape[::-1] if self.transposed else self.shape
 
 
-def layout(params: dict, layers: int, prefix: str = "") -> list[Tensor]:
-    """Lists the tensors that hold these parameters (arrays or ShapeDtypeStructs); layers come last, in order."""
+def layout(params: dict, layers: int, prefix: str = "", nested: bool = False) -> list[Tensor]:
+    """Lists the tensors that hold these parameters (arrays or ShapeDtypeStructs); layers come last, in order.
+
+    nested: use the `is_nested` names of a Qwen2.5-VL.
+    """
     tensors = []
     for path, leaf in flatten_dict(params).items():
         stack = next((stack for stack in STACKS if path[: len(stack)] == stack), None)
@@ -48,23 +50,17 @@ def layout(params: dict, layers: int, prefix: str = "") -> list[Tensor]:
                 head = (*STACKS[("layers",)], str(layers - 1), *path[1:-1])
             else:
                 head = (*STACKS[stack], str(layer), *path[len(stack) : -1]) if stack else path[:-1]
-            name = ".".join((*head, LEAF_NAMES.get(path[-1], path[-1])))
             if head[0] not in ("model", "lm_head", "visual"):
-                name = f"model.{name}"
+                head = ("model", *head)
+            if nested and head[0] != "lm_head":
+                head = ("model", "language_model", *head[1:]) if head[0] == "model" else ("model", *head)
+            name = ".".join((*head, LEAF_NAMES.get(path[-1], path[-1])))
             shape = leaf.shape[1:] if stack else leaf.shape
             tensor = Tensor(prefix + name, path, layer, shape, jnp.dtype(leaf.dtype).name)
             tensors.append(dataclasses.replace(tensor, shape=shape[::-1]) if tensor.transposed else tensor)
     return sorted(tensors, key=lambda t: layers if t.path[0] == "last" else -1 if t.layer is None else t.layer)
 
 
-def as_stored(tensors: list[Tensor], names: Container[str]) -> list[Tensor]:
-    """Renames the tensors of a Qwen2.5-VL as those files name them that transformers writes since 4.52, if `names` has such."""
-    if "model.language_model.norm.weight" not in names:
-        return tensors
-
-    def renamed(name: str) -> str:
-        if name.startswith("visual."):
-            return f"model.{name}"
-        return re.sub(r"^model\.", "model.language_model.", name)
-
-    return [dataclasses.replace(tensor, name=renamed(tensor.name)) for tensor in tensors]
+def is_nested(names: Iterable[str], prefix: str = "") -> bool:
+    """Whether transformers 4.52 or later named a Qwen2.5-VL so: `model.visual` and `model.language_model`."""
+    return any(name.startswith((f"{prefix}model.visual.", f"{prefix}model.language_model.")) for name in names)

@@ -217,6 +217,8 @@ def test_same_on_every_mesh(spec, params, patches):
         rows = [row for row in ROWS[:2] for _ in range(2)]
         ids = np.repeat(IDS[:2], 2, axis=0)
         logits = np.asarray(logits_of(split, jnp.repeat(patches, 4, 0), ids, rows))
+        alone = np.asarray(logits_of(split, patches, ids, rows))  # one row, which no mesh divides
+    np.testing.assert_allclose(alone, logits, atol=1e-4)
     np.testing.assert_allclose(logits[::2], logits_of(params, patches, IDS[:2], ROWS[:2]), atol=1e-4)
 
 
