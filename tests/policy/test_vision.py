@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban.env import State
 from hgpo_jax.policy import ModelConfig, Policy, initialize, load_policy, network, safetensors_files, shardings, weight_names
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import VisionConfig
-from hgpo_jax.policy.pictures import place
+from hgpo_jax.policy.pictures import Pictures, grid_of, place, to_patches
 from hgpo_jax.policy.vision import layout_of
 from tests.helpers.refusals import refused
 
@@ -252,3 +254,35 @@ def test_grids_that_do_not_merge_are_refused(params, patches):
         see(params, patches, ((1, 3, 4),))
     with refused("60 patches: the grids ((1, 2, 2),) have 4"):
         see(params, patches, ((1, 2, 2),))
+
+
+@pytest.mark.slow
+def test_one_program_goes_from_a_state_to_a_token_of_the_answer(params):
+    """Drawn, cut into patches, seen, read and answered without the host; the same by the host's way."""
+    v, env = dataclasses.replace(TINY.vision, min_pixels=64), Sokoban(6, 1)
+    cells = np.random.default_rng(0).permutation([row * 6 + column for row in range(1, 5) for column in range(1, 5)])
+    flag = lambda index: jnp.arange(36) == index  # noqa: E731
+    states = [
+        State(flag(0), flag(cells[0]), flag(cells[1]), jnp.int32(cells[agent]), jnp.int32(0), jnp.int32(0)) for agent in (2, 3)
+    ]
+    prompts = jnp.array([[1, *[60] * 9, 2], [3, *[60] * 9, 4]])
+    grid = grid_of(12, 12, v)
+
+    @jax.jit
+    def answer(params, states):
+        model = nnx.merge(network(TINY), params)
+        patches = to_patches(jax.vmap(lambda state: env.render(state, 2))(states), v)
+        features = model.visual(patches, (grid,)).reshape(-1, TINY.hidden_size)
+        pictures = Pictures(features, jnp.array([[0], [9]]), jnp.full((2, 1, 3), jnp.array([1, 3, 3])))
+        hidden, cache = model.prefill(prompts, jnp.array([10, 10]), 12, pictures)
+        token = model.logits(hidden).argmax(-1)
+        hidden, _ = model.decode(token, jnp.array([11, 11]), cache, model.decode_blocks(), offset=pictures.offset())
+        return token, model.logits(hidden)
+
+    token, logits = answer(params, jax.tree.map(lambda *arrays: jnp.stack(arrays), *states))
+    policy = Policy(dataclasses.replace(TINY, vision=v), params, None)
+    pictures, grids = policy.see([[np.asarray(env.render(state, 2))] for state in states])
+    assert grids == [(grid,), (grid,)]
+    ids = np.concatenate([prompts, token[:, None]], axis=1)
+    np.testing.assert_allclose(policy.logits(ids, [12, 12], pictures)[:, -1], logits, atol=1e-4)
+    assert np.abs(logits[0] - logits[1]).max() > 1e-3

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hgpo_jax import export
-from hgpo_jax.policy import ModelConfig, Policy, huggingface_folder, load_policy, shapes
+from hgpo_jax.policy import ModelConfig, Policy, huggingface_folder, load_policy, shapes, shardings
+from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.model_config import VisionConfig
 from tests.helpers.refusals import refused
 
@@ -187,6 +189,34 @@ def test_what_a_preprocessor_asks_for_and_is_not_there_is_refused(content, said,
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
     with refused(said):
         huggingface_folder.read_config(tmp_path)
+
+
+# As the hub has them, and as transformers counts them.
+PUBLISHED = {
+    "3B": ((151936, 2048, 11008, 36, 16, 2), True, 3_754_622_976),
+    "7B": ((152064, 3584, 18944, 28, 28, 4), False, 8_292_166_656),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_as_many_parameters_and_fit_a_mesh(name, tmp_path):
+    sizes, tied, parameters = PUBLISHED[name]
+    tower = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": sizes[1],
+        "fullatt_block_indexes": [7, 15, 23, 31], "patch_size": 14, "window_size": 112, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "tokens_per_second": 2,
+    }  # fmt: skip
+    fields = dict(zip(huggingface_folder.REQUIRED_FIELDS, sizes, strict=True))
+    rope = {"type": "mrope", "mrope_section": [16, 24, 24]}
+    raw = FLAT | fields | {"rope_scaling": rope, "tie_word_embeddings": tied, "vision_config": tower}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    config = huggingface_folder.read_config(tmp_path)
+    assert sum(math.prod(a.shape) for a in jax.tree.leaves(shapes(config))) == parameters
+    placed = shardings(config, abstract_mesh("fsdp=8,tensor=4"))["visual"]["blocks"]
+    assert tuple(placed["mlp"]["up_proj"]["kernel"].spec) == (None, "fsdp", "tensor")
+    assert tuple(placed["attn"]["proj"]["kernel"].spec) == (None, "tensor", "fsdp")
+    with refused({"3B": "mlp dimension of 3420", "7B": "heads dimension of 28"}[name] + ", which tensor = 8 does not divide"):
+        shardings(config, abstract_mesh("tensor=8"))
 
 
 def test_only_a_model_with_vision_has_it():
