@@ -182,9 +182,7 @@ def parser() -> Parser:
     g = add("math", math)
     g.set_defaults(start=math)
     g.add_argument("--data", type=Path, metavar="FOLDER", help="a problem of its test.jsonl")
-    g.add_argument(
-        "--problems", nargs="+", default=["arithmetic", "equation", "story"], metavar="KIND", help="kinds to draw from"
-    )
+    g.add_argument("--problems", nargs="+", default=["arithmetic", "equation", "story"], metavar="KIND", help="to draw from")
     g.add_argument("--operations", type=int, default=2, metavar="N", help="operations in a problem, 1 to 8")
     g.add_argument("--digits", type=int, default=2, metavar="N", help="digits of its numbers, 1 to 6")
 
