@@ -1,7 +1,7 @@
 """`python -m hgpo_jax.envs.play`: play an environment in the terminal and see what an agent sees.
 
     python -m hgpo_jax.envs.play household --seed 3 --tasks place two --rooms kitchen bedroom
-    python -m hgpo_jax.envs.play sokoban --size 8 --boxes 2
+    python -m hgpo_jax.envs.play sokoban --size 8 --boxes 2 --picture room.png    and a picture of the room, after each turn
     python -m hgpo_jax.envs.play alfworld path/to/game.tw-pddl
     python -m hgpo_jax.envs.play alfworld path/to/json_2.1.1/valid_seen --seed 7
     python -m hgpo_jax.envs.play webshop items_shuffle_1000.json.gz items_ins_v2_1000.json.gz --seed 7
@@ -62,6 +62,8 @@ def sokoban(args):
     from hgpo_jax.envs.sokoban import Sokoban
     from hgpo_jax.envs.sokoban.text import SokobanText
 
+    if args.picture and (args.picture.suffix != ".png" or not args.picture.parent.is_dir()):
+        raise ValueError(f"--picture {args.picture}: must be a .png file in a folder that exists")
     return SokobanText(Sokoban(args.size, args.boxes, max_turns=args.turns or 50)), args.seed
 
 
@@ -156,6 +158,7 @@ def parser() -> Parser:
     g.set_defaults(start=sokoban)
     g.add_argument("--size", type=int, default=6, metavar="N", help="cells along a side, 6 to 10")
     g.add_argument("--boxes", type=int, default=1, metavar="N", help="boxes, 1 to 4")
+    g.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the room there after each turn")
 
     g = add("alfworld", alfworld)
     g.set_defaults(start=alfworld)
@@ -179,9 +182,7 @@ def parser() -> Parser:
     g = add("math", math)
     g.set_defaults(start=math)
     g.add_argument("--data", type=Path, metavar="FOLDER", help="a problem of its test.jsonl")
-    g.add_argument(
-        "--problems", nargs="+", default=["arithmetic", "equation", "story"], metavar="KIND", help="kinds to draw from"
-    )
+    g.add_argument("--problems", nargs="+", default=["arithmetic", "equation", "story"], metavar="KIND", help="to draw from")
     g.add_argument("--operations", type=int, default=2, metavar="N", help="operations in a problem, 1 to 8")
     g.add_argument("--digits", type=int, default=2, metavar="N", help="digits of its numbers, 1 to 6")
 
@@ -204,14 +205,14 @@ def _refuse_incomplete(name: str, has: Callable[[str], bool], needed: dict[str, 
             raise ValueError(f"{name} lacks {member}: {meaning}")
 
 
-def play(env, task: int) -> None:
-    """Plays one episode, until it ends or the player quits."""
+def play(env, task: int, picture: Path | None = None) -> None:
+    """Plays one episode, until it ends or the player quits. picture: the file of the environment's picture, if it has one."""
     observation, commands = env.reset(task)
     begun = members(BegunTextEnv, beyond=TextEnv)
     _refuse_incomplete("the environment after reset(task)", functools.partial(hasattr, env), begun)
     print(f"Task: {printable(env.goal)}\n")
     for turn in range(1, env.max_turns + 1):
-        print(printable(observation))
+        _show(env, observation, picture)
         for number, command in enumerate(commands, 1):
             print(f"  {number:3d}  {printable(command)}")
         action = _ask(f"turn {turn} of {env.max_turns}> ")
@@ -228,8 +229,17 @@ def play(env, task: int) -> None:
         if done:
             break
     score = f", score {info['score']:g}" if "score" in info else ""
-    print(printable(observation))
+    _show(env, observation, picture)
     print(f"\n{'Solved' if info['won'] else 'Not solved'} after {turn} turns: reward {reward:g}{score}.")
+
+
+def _show(env, observation: str, picture: Path | None) -> None:
+    """Prints what the environment says, and draws it."""
+    print(printable(observation))
+    if picture:
+        from PIL import Image  # only here: few players ask for a picture
+
+        Image.fromarray(env.picture()).save(picture)
 
 
 def _ask(prompt: str) -> str:
@@ -249,7 +259,8 @@ def main() -> None:
     args = parser().parse_args(["own", *words] if named else words)
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # typeshed says TextIO
-    play(*args.start(args))
+    env, task = args.start(args)
+    play(env, task, getattr(args, "picture", None))
 
 
 if __name__ == "__main__":

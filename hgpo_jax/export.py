@@ -47,14 +47,15 @@ def export(
     folder = policy_folder(source)
     config = huggingface_folder.read_config(folder)
     source_weights = safetensors_files.Weights(folder)
-    tensors = weight_names.layout(shapes(config), config.num_hidden_layers)
+    nested = weight_names.is_nested(source_weights.shapes)
+    tensors = weight_names.layout(shapes(config), config.num_hidden_layers, nested=nested)
     source_weights.check(tensors, tied=config.tie_word_embeddings)
     tensors = [dataclasses.replace(t, dtype=dtype or safetensors_files.DTYPES[source_weights.dtypes[t.name]]) for t in tensors]
     raw = huggingface_folder.read_json(folder, "config.json")
     raw |= {name: tensors[0].dtype for name in ("dtype", "torch_dtype") if name in raw or name == "torch_dtype"}
     with huggingface_folder.atomic_folder(target) as partial:
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        for name in (huggingface_folder.CARD, "generation_config.json", *huggingface_folder.TOKENIZER_FILES):
+        for name in huggingface_folder.FILES["model"] - {"config.json", "model.safetensors.index.json"}:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, partial / name)
         safetensors_files.write(partial, tensors, lambda t: source_weights.read(t.name), size=shard_size)

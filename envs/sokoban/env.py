@@ -6,7 +6,7 @@
 
 One episode at a time; use `jax.vmap` for batches. The agent walks one cell per turn and pushes the one box ahead of it if there
 is room behind the box; all boxes on targets ends the episode. It sees the whole room, one word per inner cell with its content
-and position, as in "box_2_3". Rooms come from `rooms.py`.
+and position, as in "box_2_3"; `render` draws the room for agents that see pictures. Rooms come from `rooms.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from hgpo_jax.envs.sokoban.picture import tiles
 from hgpo_jax.envs.sokoban.rooms import make_room
 
 MOVES = ("up", "down", "left", "right")
@@ -135,14 +136,25 @@ class Sokoban:
             reward += STEP_REWARD + ON_TARGET_REWARD * (gained > 0) + OFF_TARGET_REWARD * (gained < 0)
         return after, self._observe(after), reward, won | (after.turn >= self.max_turns), invalid
 
-    def _observe(self, state: State) -> jax.Array:
-        """Returns a word per inner cell, i32[(size - 2)^2]. In `words` cells follow the empty word, the moves and the goal."""
+    def render(self, state: State, tile: int = 16) -> jax.Array:
+        """Draws the whole room, uint8[size * tile, size * tile, 3].
+
+        tile: pixels along the side of a cell; static. Raises ValueError unless it is a positive whole number.
+        """
+        cells = jnp.asarray(tiles(tile))[self._kinds(state).reshape(self.size, self.size)]
+        return cells.swapaxes(1, 2).reshape(self.size * tile, self.size * tile, 3)
+
+    def _kinds(self, state: State) -> jax.Array:
+        """Returns the content of every cell, i32[size * size] of FLOOR, WALL, ..."""
         agent = jnp.arange(self.size**2) == state.agent
         kinds = jnp.where(state.targets, TARGET, FLOOR)
         kinds = jnp.where(state.boxes, jnp.where(state.targets, BOX_ON_TARGET, BOX), kinds)
         kinds = jnp.where(agent, jnp.where(state.targets, AGENT_ON_TARGET, AGENT), kinds)
-        kinds = jnp.where(state.walls, WALL, kinds)[self._inner]
-        count = len(self._inner)
+        return jnp.where(state.walls, WALL, kinds)
+
+    def _observe(self, state: State) -> jax.Array:
+        """Returns a word per inner cell, i32[(size - 2)^2]. In `words` cells follow the empty word, the moves and the goal."""
+        kinds, count = self._kinds(state)[self._inner], len(self._inner)
         return (1 + len(MOVES) + 1 + kinds * count + jnp.arange(count)).astype(jnp.int32)
 
     def decode_room(self, ids) -> np.ndarray:

@@ -7,6 +7,8 @@ observation, commands, reward, done, info = env.step("left")
 
 from __future__ import annotations
 
+import numpy as np
+
 from hgpo_jax.envs.compiled_as_text import Words
 from hgpo_jax.envs.sokoban import expert
 
@@ -19,6 +21,10 @@ class SokobanText(Words):
     def expert(self, history_length: int) -> str:
         """Returns the command of the solver (`expert.py`)."""
         return self._expert(expert, history_length)
+
+    def picture(self, tile: int = 32) -> np.ndarray:
+        """Draws the room as it is now, uint8[H, W, 3]; tile: pixels along the side of a cell."""
+        return np.asarray(self._env.render(self._state, tile))
 
     def _goal(self, ids):
         return "push every box onto a target."

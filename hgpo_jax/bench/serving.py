@@ -178,10 +178,10 @@ def ask(url: str, load: Load, core: int | None = None) -> tuple[float, int, list
         for round in range(load.rounds):
             request = {"model": "served", "prompt": load.ids(number, round), "max_tokens": load.response}
             began, seed = time.perf_counter(), load.clients * round + number
-            chunks = create(**request, seed=seed, stream=True, stream_options={"include_usage": True})
-            next(chunks)
-            first.append(time.perf_counter() - began)
-            tokens += sum(chunk.usage.completion_tokens for chunk in chunks if chunk.usage)
+            for chunk in create(**request, seed=seed, stream=True, stream_options={"include_usage": True}):
+                if len(first) == round and chunk.choices and chunk.choices[0].text:
+                    first.append(time.perf_counter() - began)
+                tokens += chunk.usage.completion_tokens if chunk.usage else 0
         return tokens, first
 
     with contextlib.ExitStack() as clients, ThreadPoolExecutor(load.clients) as threads:

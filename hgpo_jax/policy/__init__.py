@@ -1,4 +1,4 @@
-"""The policy: a Qwen2.5, Qwen3 or Llama (`transformer.py`), its tokenizer, and both as a Hugging Face folder.
+"""The policy: a Qwen2.5, Qwen2.5-VL, Qwen3 or Llama (`transformer.py`), its tokenizer, and both as a Hugging Face folder.
 
 policy = load_policy("runs/household-hgpo-s0/policy")
 policy = load_policy("smollm2")

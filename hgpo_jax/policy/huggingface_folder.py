@@ -15,10 +15,11 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from hgpo_jax.policy import safetensors_files, weight_names
+from hgpo_jax.policy import huggingface_vision, safetensors_files, weight_names
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
-ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}  # prefixes of transformers' class names
+# Prefixes of transformers' class names.
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "qwen2_5_vl": "Qwen2_5_VL"}
 REQUIRED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -48,7 +49,14 @@ TOKENIZER_FILES = (
 CARD = "README.md"  # with front matter for model hubs (hgpo_jax/policy/model_card.py)
 # Files that a folder may hold besides STEM*.safetensors, by that stem.
 FILES = {
-    "model": {CARD, "config.json", "generation_config.json", "model.safetensors.index.json", *TOKENIZER_FILES},
+    "model": {
+        CARD,
+        "config.json",
+        "generation_config.json",
+        "model.safetensors.index.json",
+        huggingface_vision.PREPROCESSOR,
+        *TOKENIZER_FILES,
+    },
     "adapter_model": {CARD, "adapter_config.json", "adapter_model.safetensors.index.json"},
 }
 
@@ -88,6 +96,11 @@ def read_config(folder: Path) -> ModelConfig:
     if raw.get("model_type") not in list(ARCHITECTURES):
         types = ", ".join(ARCHITECTURES)
         raise ValueError(f"policy {folder}: model_type is {raw.get('model_type')!r:.50} in config.json; {types} are supported")
+    if vision := raw["model_type"] == "qwen2_5_vl":
+        try:
+            raw = huggingface_vision.with_text_at_top(raw)
+        except ValueError as error:
+            raise ValueError(f"policy {folder}: config.json: {error}") from None
     missing = [name for name in REQUIRED_FIELDS if name not in raw]
     if missing:
         raise ValueError(f"policy {folder}: config.json lacks {missing[0]}")
@@ -99,9 +112,9 @@ def read_config(folder: Path) -> ModelConfig:
     refused = {
         "use_sliding_window": raw.get("use_sliding_window"),
         "layer_types": any(kind != "full_attention" for kind in layers),
-        "rope_scaling": rope_type not in ("default", "llama3"),
+        "rope_scaling": rope_type not in ("default", "mrope" if vision else "llama3"),
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "attention_bias": raw["model_type"] != "qwen2" and raw.get("attention_bias"),
+        "attention_bias": raw["model_type"] in ("qwen3", "llama") and raw.get("attention_bias"),
         "mlp_bias": raw["model_type"] == "llama" and raw.get("mlp_bias"),
         "quantization_config": raw.get("quantization_config"),
     }
@@ -123,6 +136,7 @@ def read_config(folder: Path) -> ModelConfig:
             head_dim=raw.get("head_dim"),
             rope_theta=float(theta) if isinstance(theta, int | float) else theta,
             rope_scaling=RopeScaling(**{name: rope[name] for name in ROPE_FIELDS}) if rope_type == "llama3" else None,
+            vision=huggingface_vision.vision_of(raw, rope, _preprocessor(folder)) if vision else None,
         )
     except KeyError as error:
         raise ValueError(f"policy {folder}: rope_scaling in config.json lacks {error.args[0]}") from None
@@ -130,12 +144,18 @@ def read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"policy {folder}: config.json: {error}") from None
 
 
+def _preprocessor(folder: Path) -> dict:
+    """Reads how a folder prepares pictures; {} if it does not say."""
+    name = huggingface_vision.PREPROCESSOR
+    return read_json(folder, name) if (folder / name).exists() else {}
+
+
 def _defaults(model_type: str, names: list[str]) -> dict:
     """Returns transformers' defaults for fields that a config.json omits, which it may do if they equal the defaults."""
     import transformers  # here, because its configurations take seconds to import, and few files need them
 
     defaults = getattr(transformers, f"{ARCHITECTURES[model_type]}Config")()
-    return {name: getattr(defaults, name) for name in names}
+    return {name: getattr(defaults.get_text_config(), name) for name in names}
 
 
 def config_json(
@@ -151,8 +171,13 @@ def config_json(
         more |= {"attention_bias": False, "mlp_bias": False}
     else:
         more["use_sliding_window"] = False
+    kind = "ForCausalLM"
+    if config.vision:
+        more |= huggingface_vision.config_fields(config.vision)
+        rope["mrope_section"] = list(config.vision.mrope_section)
+        kind = "ForConditionalGeneration"
     return {
-        "architectures": [f"{ARCHITECTURES[config.model_type]}ForCausalLM"],
+        "architectures": [f"{ARCHITECTURES[config.model_type]}{kind}"],
         "model_type": config.model_type,
         **{name: getattr(config, name) for name in CONFIG_FIELDS},
         "head_dim": config.head_dim,

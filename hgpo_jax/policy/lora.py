@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -25,6 +26,7 @@ from hgpo_jax.policy.model_config import LoraConfig, ModelConfig
 from hgpo_jax.policy.placement import shapes, shardings
 
 PREFIX = "base_model.model."  # peft's prefix of the name of a layer of the wrapped model
+TOWER = "visual."  # prefix of a vision tower's layers among the targets
 
 
 def _only(tree: dict) -> dict:
@@ -90,7 +92,7 @@ def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = ""
         "base_model_name_or_path": str(base) or None,
         "r": config.lora.rank,
         "lora_alpha": config.lora.alpha,
-        "target_modules": sorted(config.lora.targets),
+        "target_modules": _pattern(config.lora.targets) if config.vision else sorted(config.lora.targets),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -99,11 +101,24 @@ def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = ""
     huggingface_folder.save(
         Path(folder),
         adapters,
-        weight_names.layout(adapters, config.num_hidden_layers, PREFIX),
+        weight_names.layout(adapters, config.num_hidden_layers, PREFIX, nested=config.vision is not None),
         lambda partial: (partial / "adapter_config.json").write_text(json.dumps(content, indent=2) + "\n"),
         "adapter_model",
         safetensors_files.SHARD_SIZE,
     )
+
+
+def _pattern(targets: tuple[str, ...]) -> str:
+    """Returns the regular expression by which peft tells the layers of both towers of a Qwen2.5-VL apart."""
+    tower = "|".join(sorted(name.removeprefix(TOWER) for name in targets if name.startswith(TOWER)))
+    text = "|".join(sorted(name for name in targets if not name.startswith(TOWER)))
+    parts = {r"language_model\.layers": text, r"visual\.blocks": tower}
+    return "|".join(rf".*{blocks}\.[0-9]+\.[a-z_]+\.({names})" for blocks, names in parts.items() if names)
+
+
+def _targets(names: Iterable[str]) -> tuple[str, ...]:
+    """Lists what a file of adapters of a Qwen2.5-VL adapts, by the names of its tensors."""
+    return tuple(sorted({(TOWER if ".visual." in name else "") + name.split(".")[-3] for name in names if name.count(".") > 2}))
 
 
 # Fields of peft's adapter_config.json that change the computation, and the values that do not.
@@ -136,6 +151,9 @@ def load(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> t
     for name, plain in PLAIN.items():
         if name in raw and raw[name] not in plain:
             raise ValueError(f"policy {folder}: {name}={json.dumps(raw[name])} in adapter_config.json is not supported")
+    source = safetensors_files.Weights(folder, "adapter_model")
+    if config.vision:
+        raw["target_modules"] = _targets(source.shapes)
     if isinstance(raw.get("target_modules"), str):
         raise ValueError(f"policy {folder}: target_modules in adapter_config.json is a pattern; expected a list of names")
     try:
@@ -145,8 +163,8 @@ def load(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> t
     except (ValueError, TypeError) as error:
         raise ValueError(f"policy {folder}: adapter_config.json: {error}") from None
     config = dataclasses.replace(config, lora=settings)
-    tensors = weight_names.layout(_only(shapes(config)), config.num_hidden_layers, PREFIX)
-    source = safetensors_files.Weights(folder, "adapter_model")
+    nested = weight_names.is_nested(source.shapes, PREFIX)
+    tensors = weight_names.layout(_only(shapes(config)), config.num_hidden_layers, PREFIX, nested)
     source.check(tensors)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     return config, source.load(tensors, _only(shardings(config, mesh)), "float32")

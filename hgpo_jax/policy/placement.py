@@ -28,9 +28,14 @@ PARAMETER_AXES = {
     "up_proj.kernel": ("embed", "mlp"),
     "down_proj.kernel": ("mlp", "embed"),
     "lm_head.kernel": (None, "vocab"),
+    # Of a vision tower. Queries, keys and values are in one kernel, whose outputs the heads' axis would cut elsewhere.
+    "qkv.kernel": ("embed", None),
+    "proj.kernel": ("heads", "embed"),
+    "gate_proj.bias": ("mlp",),
+    "up_proj.bias": ("mlp",),
 }
 # An adapter is split like its kernel, but never along its rank.
-for _name in LINEARS:
+for _name in (*LINEARS, "qkv", "proj"):
     _inputs, _outputs = PARAMETER_AXES[f"{_name}.kernel"]
     PARAMETER_AXES |= {f"{_name}.lora_a": (_inputs, None), f"{_name}.lora_b": (None, _outputs)}
 
@@ -61,6 +66,8 @@ def shardings(config: ModelConfig, mesh: Mesh) -> dict:
         axes = PARAMETER_AXES.get(name, (None,) * leaf.ndim)
         axes = (None,) * (leaf.ndim - len(axes)) + axes
         heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
+        if config.vision and path[0].key == "visual":
+            heads["heads"] = config.vision.num_heads
         # A head is never cut in two, so head dimensions divide by heads rather than by elements.
         shape = tuple(heads.get(axis, size) for axis, size in zip(axes, leaf.shape, strict=True))
         return sharding(axes, shape, mesh, name)

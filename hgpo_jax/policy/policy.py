@@ -11,13 +11,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from hgpo_jax.policy import huggingface_folder, safetensors_files, weight_names
+from hgpo_jax.policy import huggingface_folder, huggingface_vision, safetensors_files, weight_names
 from hgpo_jax.policy.chat_template import ChatFrame, end_tokens
 from hgpo_jax.policy.model_config import ModelConfig
+from hgpo_jax.policy.pictures import Pictures, place, prepare
 from hgpo_jax.policy.placement import network
 from hgpo_jax.policy.tokenizer import AS_TRAINED, GENERATION, generation_of
+from hgpo_jax.policy.vision import Grids
 from hgpo_jax.utils.heartbeat import phase
 
 
@@ -36,10 +39,33 @@ class Policy:
     def graphdef(self):
         return network(self.config)
 
-    def logits(self, input_ids, lengths):
-        """Returns next-token logits f32[B, S, V] for right-padded i32[B, S], meaningless past a row's length (i32[B])."""
+    def logits(self, input_ids, lengths, pictures: Pictures | None = None):
+        """Returns next-token logits f32[B, S, V] for right-padded i32[B, S], meaningless past a row's length (i32[B]).
+
+        pictures: those of the rows, from `see`.
+        """
         tokens = jnp.where(jnp.arange(input_ids.shape[1]) < jnp.asarray(lengths)[:, None], jnp.asarray(input_ids), 0)
-        return _logits(self.graphdef, self.params, tokens)
+        return _logits(self.graphdef, self.params, tokens, pictures)
+
+    def see(self, pictures: Sequence[Sequence[np.ndarray]]) -> tuple[Pictures, list[Grids]]:
+        """Computes the features of the pictures in each prompt, uint8 [H, W, 3] each: (for `logits`, each prompt's grids).
+
+        A picture that several prompts hold is computed once.
+
+        Raises:
+          ValueError: the policy has no vision, there is no picture, or one is refused (`pictures.check`).
+        """
+        v = self.config.vision
+        if v is None:
+            raise ValueError(f"a {self.config.model_type} sees no pictures; choose a qwen2_5_vl")
+        different = {id(picture): picture for row in pictures for picture in row}
+        if not different:
+            raise ValueError("the prompts hold no pictures; compute their logits without")
+        number = {key: index for index, key in enumerate(different)}
+        patches, grids = prepare(list(different.values()), v)
+        features = _features(self.graphdef, grids, self.params, patches)
+        rows = [[number[id(picture)] for picture in row] for row in pictures]
+        return place(features, grids, rows, v), [tuple(grids[index] for index in row) for row in rows]
 
     @functools.cached_property
     def frame(self) -> ChatFrame | None:
@@ -78,6 +104,8 @@ class Policy:
             special = [getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
             config = huggingface_folder.config_json(self.config, tensors[0].dtype, *special)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+            if self.config.vision:
+                huggingface_vision.write_preprocessor(folder, self.config.vision)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
                 (folder / GENERATION).write_text(json.dumps(self._generation(stop, trained), indent=2) + "\n")
@@ -94,6 +122,12 @@ class Policy:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(graphdef, params, tokens):
+def _logits(graphdef, params, tokens, pictures):
     model = nnx.merge(graphdef, params)
-    return model.logits(model.hidden(tokens, jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)))
+    every = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    return model.logits(model.hidden(tokens, every, pictures=pictures))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _features(graphdef, grids, params, patches):
+    return nnx.merge(graphdef, params).visual(patches[None], grids)[0]

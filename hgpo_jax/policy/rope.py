@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
@@ -17,12 +18,21 @@ def scaled_frequency(frequency, scaling: RopeScaling):
 
 
 def rope_tables(positions, c: ModelConfig):
-    """Computes cosines and sines, f32[B, S, 1, E / 2] each, for positions i32[B, S] (Su et al., arXiv 2104.09864)."""
+    """Computes cosines and sines, f32[B, S, 1, E / 2] each (Su et al., arXiv 2104.09864).
+
+    positions: i32[B, S], or i32[B, S, 3], time, row and column of which each section of the frequencies has its own, as
+    `mrope_section` says (Qwen2-VL, arXiv 2409.12191).
+    """
     half = c.head_size // 2
     frequency = c.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     if c.rope_scaling:
         frequency = scaled_frequency(frequency, c.rope_scaling)
-    angle = positions[..., None, None].astype(jnp.float32) * frequency
+    if positions.ndim == 3:
+        assert c.vision is not None  # only its tokens have three positions
+        positions = positions[:, :, None, np.repeat(np.arange(3), c.vision.mrope_section)]
+    else:
+        positions = positions[..., None, None]
+    angle = positions.astype(jnp.float32) * frequency
     # Computed once: the compiler would otherwise compute them for every element of every layer's queries and keys.
     return jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
 

@@ -72,7 +72,7 @@ class Weights:
             if self.dtypes[name] not in DTYPES:
                 raise ValueError(f"{where}: tensor {name} has dtype {self.dtypes[name]}; {', '.join(DTYPES)} are supported")
         if tied and "lm_head.weight" in self.shapes:
-            self._check_tied("lm_head.weight", "model.embed_tokens.weight")
+            self._check_tied("lm_head.weight", next(t.name for t in tensors if t.path[0] == "embed_tokens"))
 
     def _check_tied(self, head: str, embedding: str) -> None:
         rows, step = self.shapes[embedding][0], 4096

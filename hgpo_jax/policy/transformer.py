@@ -2,7 +2,8 @@
 untied head.
 
 They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3 normalizes each head's query and key, and
-Llama 3 scales rotary frequencies.
+Llama 3 scales rotary frequencies. Qwen2.5-VL is a Qwen2.5 with a vision tower (`vision.py`), whose prompts may hold pictures
+(`pictures.py`).
 
 Sequences are right-padded, so causal masking alone is enough: a query at slot t sees slots 0..t, and the output of a padded
 slot is never used. If a sequence holds several segments (`learner/packing.py`), a query sees its segment's slots up to t.
@@ -26,81 +27,18 @@ from flax import nnx
 
 from hgpo_jax.policy.attention import attend, attend_all, decode_attention, extend_attention
 from hgpo_jax.policy.kv_cache import KVCache, on_each_device
+from hgpo_jax.policy.layers import MLP, REMAT, Linear, RMSNorm
 from hgpo_jax.policy.mesh import constrain, max_across_devices
 from hgpo_jax.policy.model_config import ModelConfig
+from hgpo_jax.policy.pictures import Pictures
 from hgpo_jax.policy.rope import apply_rope, rope_tables
+from hgpo_jax.policy.vision import VisionTower
 from hgpo_jax.policy.vocabulary import embedding_lookup
-
-# Parts of a block that are saved for the backward pass, by the value of learner.remat; the rest is recomputed.
-REMAT = {"dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable, "full": None}
-
-
-class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, in float32."""
-
-    def __init__(self, size, eps):
-        self.weight, self.eps = nnx.Param(jnp.ones(size)), eps
-
-    def __call__(self, x):
-        y = x.astype(jnp.float32)
-        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.eps)
-        return (y * self.weight[...]).astype(x.dtype)
-
-
-def product_transposed(x, w):
-    """Computes x [..., in] with W [out, in] -> [..., out]. Not as x W.T, for which XLA's CPU compiler copies a transposed W."""
-    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
-
-
-@jax.custom_vjp
-def product(x, w):
-    """Computes x [..., in] W [in, out] -> [..., out]."""
-    return x @ w
-
-
-def _product_forward(x, w):
-    return x @ w, (x, w)
-
-
-def _product_backward(residuals, g):
-    """Returns the usual gradients. jax would form W's as (g^T x)^T, for which XLA's CPU compiler recomputes g transposed."""
-    x, w = residuals
-    leading = tuple(range(x.ndim - 1))
-    return product_transposed(g, w), jax.lax.dot_general(x, g, ((leading, leading), ((), ())))
-
-
-product.defvjp(_product_forward, _product_backward)
-
-
-class Linear(nnx.Linear):
-    """x W + bias, plus the adapter if the config names this layer (Hu et al., arXiv 2106.09685)."""
-
-    def __init__(self, c: ModelConfig, name: str, inputs: int, outputs: int, rngs, bias=False):
-        init = nnx.initializers.normal(c.initializer_range)
-        super().__init__(inputs, outputs, use_bias=bias, kernel_init=init, rngs=rngs)
-        self.lora = c.lora if c.lora and name in c.lora.targets else None
-        if self.lora:
-            self.lora_a = nnx.Param(jnp.zeros((inputs, self.lora.rank)))
-            self.lora_b = nnx.Param(jnp.zeros((self.lora.rank, outputs)))
-        self.transposed = False
-
-    def transpose(self):
-        """Stores W as [out, in] from now on: products of few rows read it a quarter faster on CPUs."""
-        self.kernel, self.transposed = nnx.Param(self.kernel[...].T), True
-
-    def __call__(self, x):  # type: ignore[override]  # no `out_sharding` here
-        y = (product_transposed if self.transposed else product)(x, self.kernel[...])
-        if self.bias is not None:
-            y += self.bias[...]
-        if self.lora:
-            a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
-            y += self.lora.scale * ((x @ a) @ b)
-        return y
 
 
 class Attention(nnx.Module):
     def __init__(self, c: ModelConfig, rngs):
-        self.c, bias = c, c.model_type == "qwen2"
+        self.c, bias = c, c.model_type in ("qwen2", "qwen2_5_vl")
         self.q_proj = Linear(c, "q_proj", c.hidden_size, c.num_attention_heads * c.head_size, rngs, bias)
         self.k_proj = Linear(c, "k_proj", c.hidden_size, c.num_key_value_heads * c.head_size, rngs, bias)
         self.v_proj = Linear(c, "v_proj", c.hidden_size, c.num_key_value_heads * c.head_size, rngs, bias)
@@ -125,16 +63,6 @@ class Attention(nnx.Module):
         return constrain(apply_rope(q, rope), "batch", None, "heads", None)
 
 
-class MLP(nnx.Module):
-    def __init__(self, c: ModelConfig, rngs):
-        self.gate_proj = Linear(c, "gate_proj", c.hidden_size, c.intermediate_size, rngs)
-        self.up_proj = Linear(c, "up_proj", c.hidden_size, c.intermediate_size, rngs)
-        self.down_proj = Linear(c, "down_proj", c.intermediate_size, c.hidden_size, rngs)
-
-    def __call__(self, x):
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Block(nnx.Module):
     """One transformer layer."""
 
@@ -142,7 +70,7 @@ class Block(nnx.Module):
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.self_attn = Attention(c, rngs)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.mlp = MLP(c, rngs)
+        self.mlp = MLP(c, c.hidden_size, c.intermediate_size, rngs)
 
     def __call__(
         self,
@@ -205,6 +133,7 @@ class Qwen2(nnx.Module):
         self.last = Block(c, rngs)
         self.norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.lm_head = None if c.tie_word_embeddings else Linear(c, "lm_head", c.hidden_size, c.vocab_size, rngs)
+        self.visual = VisionTower(c, c.vision, rngs) if c.vision else None
 
     def _embed(self, tokens):
         """Looks up rows of the embedding, i32[B, S] -> [B, S, D]."""
@@ -220,6 +149,17 @@ class Qwen2(nnx.Module):
             x = self.lm_head(hidden).astype(jnp.float32)
         return constrain(x, *(None,) * (x.ndim - 1), "vocab")
 
+    def _read(self, tokens, segment_start=None, pictures: Pictures | None = None):
+        """Embeds sequences from their first slot on: (x [B, S, D], the `rope_tables` of their positions)."""
+        x, slots = self._embed(tokens), jnp.arange(tokens.shape[1])[None]
+        if pictures is None:
+            return x, rope_tables(slots - (0 if segment_start is None else segment_start), self.c)
+        assert self.c.vision is not None  # or there would be no features
+        x, positions = pictures.read(tokens, x, self.c.vision.image_token_id)
+        if segment_start is not None:
+            positions -= jnp.take_along_axis(positions, segment_start[..., None], axis=1)
+        return constrain(x, "batch", None, None), rope_tables(positions, self.c)
+
     def _stack(self, x, rope, segment_start=None, remat="none", return_kv=False):
         """Runs all blocks but the last; with `return_kv`, also returns their keys and values, [layers - 1, B, S, G, E]."""
         if self.layers is None:
@@ -233,7 +173,7 @@ class Qwen2(nnx.Module):
         body = body if remat == "none" else jax.checkpoint(body, policy=REMAT[remat])
         return jax.lax.scan(body, x, weights)
 
-    def hidden(self, tokens, predict_slots, segment_start=None, remat="none"):
+    def hidden(self, tokens, predict_slots, segment_start=None, remat="none", pictures: Pictures | None = None):
         """Computes final hidden states at some slots.
 
         Args:
@@ -242,26 +182,28 @@ class Qwen2(nnx.Module):
           segment_start: i32[B, S], the slot where each slot's segment begins, if a sequence holds several; 0 if None.
           remat: the parts of each block that the backward pass recomputes instead of saving them: "none"; "dots", all but the
             products with weights; "full".
+          pictures: the pictures of the rows, whose features take the place of image tokens.
 
         Returns: [B, Q, D], to be passed to `logits`.
         """
-        rope = rope_tables(jnp.arange(tokens.shape[1])[None] - (0 if segment_start is None else segment_start), self.c)
-        x, _ = self._stack(self._embed(tokens), rope, segment_start, remat)
+        x, rope = self._read(tokens, segment_start, pictures)
+        x, _ = self._stack(x, rope, segment_start, remat)
         x, _ = self.last(x, rope, predict_slots=predict_slots, segment_start=segment_start)
         return self.norm(x)
 
-    def prefill(self, tokens, last, cache_length):
+    def prefill(self, tokens, last, cache_length, pictures: Pictures | None = None):
         """Processes prompts and fills the cache.
 
         Args:
           tokens: i32[B, S], right-padded prompts.
           last: i32[B], the last slot of each prompt.
           cache_length: C, slots of the cache: S plus the tokens to decode.
+          pictures: those of the prompts. Their `offset()` then goes to `decode`.
 
         Returns: (hidden [B, D] at `last`, cache: a KVCache per layer).
         """
-        rope = rope_tables(jnp.arange(tokens.shape[1])[None], self.c)
-        x, stacked = self._stack(self._embed(tokens), rope, return_kv=True)
+        x, rope = self._read(tokens, pictures=pictures)
+        x, stacked = self._stack(x, rope, return_kv=True)
         x, kv = self.last(x, rope, predict_slots=last[:, None])
         per_layer = [jax.tree.map(lambda a, i=i: a[i], stacked) for i in range(self.c.num_hidden_layers - 1)]
         more = cache_length - tokens.shape[1]
@@ -305,13 +247,14 @@ class Qwen2(nnx.Module):
                     module.transpose()
         return blocks
 
-    def decode(self, token, position, cache, blocks, live=None):
+    def decode(self, token, position, cache, blocks, live=None, offset=0):
         """Decodes one token i32[B] at slot `position` i32[B] of each row with the `decode_blocks()`: (hidden [B, D], cache).
 
         live: bool[B], the rows whose result counts; None: all. The cache is read only as far as they need.
+        offset: i32[B], from the slots to the rotary positions of tokens after pictures.
         """
         needed = max_across_devices((position + 1 if live is None else jnp.where(live, position + 1, 0)).max())
-        x, rope = constrain(self._embed(token[:, None]), None, None, "embed"), rope_tables(position[:, None], self.c)
+        x, rope = constrain(self._embed(token[:, None]), None, None, "embed"), rope_tables((position + offset)[:, None], self.c)
         new_cache = []
         for block, layer in zip(blocks, cache, strict=True):
             x, layer = block(x, rope, cache=layer, position=position, needed=needed)

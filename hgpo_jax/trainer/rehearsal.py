@@ -237,6 +237,8 @@ def smaller_model(model: ModelConfig, axes: dict[str, int], words: int) -> Model
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=size if model.model_type == "qwen3" else None,
+        model_type="qwen2" if model.vision else model.model_type,  # a run reads no pictures
+        vision=None,
     )
 
 

@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 sys.path.append(str(Path(__file__).parents[1] / "webshop"))
 from webshop_tiny import write
@@ -99,6 +101,18 @@ def test_generated_games_are_those_of_their_options(words, kind, inner, turns):
     assert (type(env), type(env._env), env.max_turns, task) == (kind, inner, turns, 3)
     house = getattr(env._env, "house", env._env)
     assert getattr(house, "tasks", None) == (("two",) if "two" in words else None)
+
+
+def test_a_room_is_drawn(play, tmp_path):
+    file = tmp_path / "room.png"
+    move = commands_in(play("sokoban", "--picture", file))[0]
+    before = np.asarray(Image.open(file))
+    play("sokoban", "--picture", file, keys=f"{move}\n")
+    after = np.asarray(Image.open(file))
+    assert before.shape == after.shape == (6 * 32, 6 * 32, 3)
+    assert 0 < (before != after).any(-1).sum() <= 3 * 32 * 32  # two cells, or three with a box
+    for bad in (tmp_path / "room.gif", tmp_path / "no" / "room.png"):
+        assert play("sokoban", "--picture", bad, code=2).startswith(f"error: --picture {bad}: must be a .png file in a folder")
 
 
 def test_a_team_is_played_by_one_person(play):

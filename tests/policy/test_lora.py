@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, load_policy, lora, network, shapes
 from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.policy.pictures import place
 from tests.helpers.refusals import refused
 
 DATA = Path(__file__).parent / "data"
@@ -190,6 +191,70 @@ def test_adapters_that_mean_something_else_are_refused_in_one_line(fields, fragm
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     with refused(fragment):
         lora.load(tmp_path, BASE)
+
+
+BOTH = LoraConfig(rank=2, alpha=8, targets=("q_proj", "down_proj", "visual.qkv", "visual.proj", "visual.up_proj"))
+
+
+def stored_prompts():
+    """The policy of data/qwen2_5_vl_tiny, and its prompts with pictures: (policy, ids, patches, grids)."""
+    folder = DATA / "qwen2_5_vl_tiny"
+    stored = np.load(folder / "expected.npz")
+    return load_policy(folder), stored["ids"], stored["patches"], tuple(map(tuple, stored["grids"].tolist()))
+
+
+def logits_with_pictures(config, params, ids, patches, grids):
+    @jax.jit
+    def compute(params):
+        model = nnx.merge(network(config), params)
+        pictures = place(model.visual(jnp.asarray(patches)[None], grids)[0], grids, [[0], [1, 2]], config.vision)
+        every = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+        return model.logits(model.hidden(jnp.asarray(ids), every, pictures=pictures))
+
+    return compute(params)
+
+
+def test_either_tower_is_adapted(tmp_path):
+    policy, *inputs = stored_prompts()
+    config, adapters = adapted(policy.config, BOTH)
+    adapted_logits = logits_with_pictures(config, lora.bind(policy.params, adapters), *inputs)
+    merged = logits_with_pictures(policy.config, lora.merge(config, policy.params, adapters), *inputs)
+    np.testing.assert_allclose(adapted_logits, merged, atol=1e-4)
+    tower_only = {"visual": adapters["visual"]}
+    seen = dataclasses.replace(config, lora=dataclasses.replace(BOTH, targets=BOTH.targets[2:]))
+    assert np.abs(logits_with_pictures(seen, lora.bind(policy.params, tower_only), *inputs) - adapted_logits).max() > 0.1
+    for name, settings, tree in (("both", config, adapters), ("tower", seen, tower_only)):
+        lora.save(tmp_path / name, settings, tree)
+        back_config, back = lora.load(tmp_path / name, policy.config)
+        assert set(back_config.lora.targets) == set(settings.lora.targets)
+        jax.tree.map(np.testing.assert_array_equal, tree, back)
+    with refused("targets=['visual.qkv']: a qwen2 has no vision tower"):
+        dataclasses.replace(BASE, lora=LoraConfig(2, 4, ("q_proj", "visual.qkv")))
+
+
+@pytest.mark.needs("torch", "peft")
+def test_peft_reads_the_same_adapters_of_either_tower(tmp_path):
+    import peft
+    import torch
+    from transformers import AutoModelForImageTextToText
+
+    policy, ids, patches, grids = stored_prompts()
+    config, adapters = adapted(policy.config, BOTH)
+    lora.save(tmp_path / "ours", config, adapters)
+    base = AutoModelForImageTextToText.from_pretrained(DATA / "qwen2_5_vl_tiny")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    assert sum("lora_A" in name for name, _ in theirs.named_parameters()) == 2 * 2 + 3 * 3
+    is_image = torch.tensor(ids == policy.config.vision.image_token_id).int()
+    with torch.no_grad():
+        expected = theirs(
+            input_ids=torch.tensor(ids).long(), pixel_values=torch.tensor(patches), image_grid_thw=torch.tensor(grids),
+            mm_token_type_ids=is_image,
+        ).logits  # fmt: skip
+    ours = logits_with_pictures(config, lora.bind(policy.params, adapters), ids, patches, grids)
+    np.testing.assert_allclose(ours, expected, atol=1e-4)
+    theirs.save_pretrained(tmp_path / "theirs")
+    _, back = lora.load(tmp_path / "theirs", policy.config)
+    jax.tree.map(np.testing.assert_array_equal, adapters, back)
 
 
 @pytest.mark.needs("torch", "peft")

@@ -20,8 +20,8 @@ from hgpo_jax.policy import (
     shardings,
     weight_names,
 )
+from hgpo_jax.policy.layers import product
 from hgpo_jax.policy.mesh import make_mesh
-from hgpo_jax.policy.transformer import product
 
 DATA = Path(__file__).parent / "data"
 VARIANTS = {

@@ -2,13 +2,14 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hgpo_jax.config import CONFIGS, load, resolve
-from hgpo_jax.policy import shardings
+from hgpo_jax.policy import huggingface_folder, shardings
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.presets import preset
 from hgpo_jax.setup.validate import check_together
@@ -31,6 +32,12 @@ def test_the_mesh_divides_a_smaller_policy(axes, name, words):
     ratio, before = (m.num_attention_heads // m.num_key_value_heads for m in (model, published))
     assert ratio % before == 0  # more where key-value heads are replicated
     assert (model.model_type, model.tie_word_embeddings) == (published.model_type, published.tie_word_embeddings)
+
+
+def test_of_a_model_with_vision_the_language_model_is_rehearsed():
+    seeing = huggingface_folder.read_config(Path(__file__).parents[1] / "policy" / "data" / "qwen2_5_vl_tiny")
+    model = rehearsal.smaller_model(seeing, {"data": 1, "fsdp": 2, "tensor": 1}, 50)
+    assert (model.model_type, model.vision, model.num_attention_heads) == ("qwen2", None, 3)
 
 
 @settings(deadline=None)
