@@ -165,10 +165,9 @@ def _check_comparison(config: Config, method: Method) -> None:
         )
     if keep == "informative" and method.dynamic_sampling:
         raise ConfigError(f"advantage.keep=informative: method={name} keeps no other episodes anyway; leave it out")
-    if config.advantage.statistics != "per_step" and "statistics" not in parameters(method.estimator)[1]:
-        raise ConfigError(
-            f"advantage.statistics={config.advantage.statistics}: method={name} takes no statistics of whole episodes; leave it out"
-        )
+    statistics = config.advantage.statistics
+    if statistics != "per_step" and "statistics" not in parameters(method.estimator)[1]:
+        raise ConfigError(f"advantage.statistics={statistics}: method={name} compares no whole episodes; leave it out")
     if by_role and method.estimator in NO_ROLES_TO_TELL_APART:
         raise ConfigError(f"advantage.by_role=true: method={name} compares no turns of different roles; leave it out")
     if by_role and len(role_names(config)) == 1:
