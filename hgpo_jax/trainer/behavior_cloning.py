@@ -136,7 +136,13 @@ def read_play(runner: TextRunner, tasks: Sequence[int], config: Config) -> tuple
                 progress.update(1, {"won": f"{sum(won) / len(won):.2f}"})
     except ValueError as error:
         raise ConfigError(f"env.name={config.env.name}: {error}") from None
-    prompts, responses = [prompt.ids for prompt in runner.format.build(inputs)], runner.format.answers(commands)
+    prompts: list[list[int]] = [[]] * len(inputs)
+    responses: list[list[int]] = [[]] * len(inputs)
+    for role, form in enumerate(runner.formats):
+        own = [at for at, acts in enumerate(roles) if acts == role]
+        asked, answered = form.build([inputs[at] for at in own]), form.answers([commands[at] for at in own])
+        for at, prompt, response in zip(own, asked, answered, strict=True):
+            prompts[at], responses[at] = prompt.ids, response
     if (longest := max(map(len, responses), default=0)) > (limit := config.rollout.response_limit):
         raise ConfigError(f"rollout.response_limit={limit}: the answers to clone take up to {longest} tokens; give as many")
     padded = _padded(responses, 1)
@@ -256,8 +262,9 @@ class Student:
 
     def __init__(self, decisions: TrainingBatch, roles: Sequence[str], policy: PolicySetup, trained, reference):
         config, settings = policy.settings, policy.settings.cloning
-        self.trained, self._reference, self._decisions = trained, reference, decisions
+        self.trained, self._reference = trained, reference
         self._happened = decisions_of(policy.name, roles, decisions)
+        self._decisions = decisions.blanked(self._happened)
         total, self.count = decisions.response_lengths.shape[0], int(self._happened.sum())
         if not self.count:
             raise ConfigError(f"warm_start=cloning: {policy.name} has no turn in the generated play; give warm_start=none")
@@ -322,7 +329,8 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
             )
         )
         order, count = jnp.argsort(~happened), happened.sum()
-        return lambda params, reference: mapped((policy.compute_copy(params), reference), decisions, order, count).sum()
+        own = decisions.blanked(happened)
+        return lambda params, reference: mapped((policy.compute_copy(params), reference), own, order, count).sum()
 
     likelihoods = job.by_policy(make_likelihood)
 
