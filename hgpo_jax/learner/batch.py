@@ -67,12 +67,6 @@ class TrainingBatch(struct.PyTreeNode):
             ended = jnp.where(self.agents == role, is_end(token, ends), ended)
         return (self.response_lengths > 0) & ~ended
 
-    def blanked(self, kept: jax.Array) -> TrainingBatch:
-        """Returns the batch with token id 0 in place of all ids of the other decisions, bool[N]: those of another tokenizer may
-        lie beyond the policy's vocabulary, where an embedding is NaN."""
-        prompts, responses = (jnp.where(kept[:, None], ids, 0) for ids in (self.prompts, self.responses))
-        return self.replace(prompts=prompts, responses=responses)
-
 
 class Assignment(NamedTuple):
     """Decisions in the order of the sequences that they are assigned to, i32[N] each; see `packing.first_fit`."""
@@ -122,6 +116,8 @@ def gather_microbatch(
     belongs = (at < size) & (sequence < jnp.minimum(first_sequence + sequences, size))
     microbatch = jax.tree.map(lambda a: a[decision], batch)
     microbatch = microbatch.replace(
+        # Others may be of another tokenizer: beyond this policy's vocabulary an embedding, and its gradient, is NaN.
+        prompts=jnp.where(belongs[:, None], microbatch.prompts, 0),
         prompt_lengths=jnp.where(belongs, microbatch.prompt_lengths, 1),
         response_lengths=jnp.where(belongs, microbatch.response_lengths, 0),
     )

@@ -262,9 +262,8 @@ class Student:
 
     def __init__(self, decisions: TrainingBatch, roles: Sequence[str], policy: PolicySetup, trained, reference):
         config, settings = policy.settings, policy.settings.cloning
-        self.trained, self._reference = trained, reference
+        self.trained, self._reference, self._decisions = trained, reference, decisions
         self._happened = decisions_of(policy.name, roles, decisions)
-        self._decisions = decisions.blanked(self._happened)
         total, self.count = decisions.response_lengths.shape[0], int(self._happened.sum())
         if not self.count:
             raise ConfigError(f"warm_start=cloning: {policy.name} has no turn in the generated play; give warm_start=none")
@@ -329,8 +328,7 @@ def _held_out_loss(job: Job, numbers: jax.Array, reference) -> Callable[[dict], 
             )
         )
         order, count = jnp.argsort(~happened), happened.sum()
-        own = decisions.blanked(happened)
-        return lambda params, reference: mapped((policy.compute_copy(params), reference), own, order, count).sum()
+        return lambda params, reference: mapped((policy.compute_copy(params), reference), decisions, order, count).sum()
 
     likelihoods = job.by_policy(make_likelihood)
 

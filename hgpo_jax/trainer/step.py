@@ -253,11 +253,10 @@ def _make_separate_updates(updates: dict, roles: Sequence[str]):
         params, opt_state, stats, counts = {}, {}, {}, {}
         for number, (name, update_policy) in enumerate(updates.items()):
             is_member = jnp.array(members(name, roles))
-            own = is_member[batch.agents]
-            order, count = _shuffle(jax.random.fold_in(key, number), learned & own, batch.chain)
+            order, count = _shuffle(jax.random.fold_in(key, number), learned & is_member[batch.agents], batch.chain)
             counts[name] = count if role is None else jnp.where(is_member[role], count, 0)
             old = state.params[name], state.opt_state[name]
-            learn = functools.partial(update_policy, *old, reference[name], batch.blanked(own), order, counts[name], lr_scale)
+            learn = functools.partial(update_policy, *old, reference[name], batch, order, counts[name], lr_scale)
             *_, shapes = jax.eval_shape(learn)
             nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
             params[name], opt_state[name], stats[name] = jax.lax.cond(

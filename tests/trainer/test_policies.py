@@ -301,12 +301,17 @@ def test_roles_of_different_tokenizers_read_and_learn_in_their_own(strangers):
         (b, t) = np.argwhere(e.mask & (e.agents == role))[0]
         text = tokenizer.decode(e.prompts[b, t, : e.prompt_lengths[b, t]])
         assert strangers.runner.roles[role] in text and ("<|im_start|>" in text) == (tokenizer is own)
-    # What the samplers say of their tokens, the updates say, too; both learn, and the ids of neither disturb the other.
+    # What the samplers say of their tokens, the updates say, too, and both learn.
     assert metrics["logp_difference"] < 1e-4 and metrics["nonfinite_steps"] == 0
     assert all(np.abs(step(before, after, name)).max() > 0 for name in ("searcher", "carrier"))
     ended = np.take_along_axis(e.responses, np.maximum(e.response_lengths - 1, 0)[..., None], axis=2)[..., 0]
     ends = np.where(e.agents == 0, own.eos_token_id, words.eos_token_id)
     assert metrics["unfinished_share"] == pytest.approx((ended != ends)[e.mask].mean())
+    # Ids of the other's tokens mean nothing, even those that are beyond the vocabulary.
+    _, _, far = trained(
+        strangers, change=lambda e: e.replace(prompts=np.where((e.agents == 1)[..., None], 10**6, e.prompts).astype(np.int32))
+    )
+    assert far["by_role/grad_norm/searcher"] == metrics["by_role/grad_norm/searcher"]
 
 
 @pytest.mark.slow
