@@ -116,8 +116,6 @@ def gather_microbatch(
     belongs = (at < size) & (sequence < jnp.minimum(first_sequence + sequences, size))
     microbatch = jax.tree.map(lambda a: a[decision], batch)
     microbatch = microbatch.replace(
-        # Others may be of another tokenizer: beyond this policy's vocabulary an embedding, and its gradient, is NaN.
-        prompts=jnp.where(belongs[:, None], microbatch.prompts, 0),
         prompt_lengths=jnp.where(belongs, microbatch.prompt_lengths, 1),
         response_lengths=jnp.where(belongs, microbatch.response_lengths, 0),
     )

@@ -10,8 +10,9 @@ from hgpo_jax.envs.search.scores import exact_match, f1
 from hgpo_jax.envs.search.team import ANSWERER, ROUNDS, SEARCHER, VERIFIER, FileTeam, GeneratedTeam
 from hgpo_jax.envs.search.world import Question
 from hgpo_jax.policy.answers import split_thought
+from hgpo_jax.rollout.backend import role_names
 from hgpo_jax.rollout.chat_prompts import load_template
-from hgpo_jax.rollout.environments import environment, role_names
+from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import check_text
 from hgpo_jax.setup.validate import check_together
 from tests.helpers.refusals import refused
