@@ -91,10 +91,23 @@ def webshop(args):
 
 def search(args):
     """A question of the generated world, or of your own data, to answer by searching."""
+    from hgpo_jax.envs.search.makers import ALONE
+
+    return _search(ALONE, args)
+
+
+def search_team(args):
+    """The same for three: you are the verifier, the searcher and the answerer in turn."""
+    from hgpo_jax.envs.search.makers import TEAM
+
+    return _search(TEAM, args)
+
+
+def _search(kinds, args):
     from hgpo_jax.envs.search.makers import search_makers
 
-    turns = args.turns or 20
-    make, _ = search_makers(args.cache / "search", args.data, args.retriever, args.passages, top_k=args.top_k, max_turns=turns)
+    options = {"top_k": args.top_k, "max_turns": args.turns or 20}
+    make, _ = search_makers(kinds, args.cache / "search", args.data, args.retriever, args.passages, **options)
     env = make()
     return env, args.seed % len(env) if hasattr(env, "__len__") else args.seed
 
@@ -171,13 +184,16 @@ def parser() -> Parser:
     g.add_argument("attributes", type=Path, nargs="?", metavar="ATTRIBUTES", help="attributes and synthetic instructions")
     g.add_argument("--human", type=Path, metavar="FILE", help="play the human instructions of this file")
 
-    g = add("search", search)
-    g.set_defaults(start=search)
-    g.add_argument("--data", default="", metavar="FOLDER", help="questions and passages; default: a generated world")
-    g.add_argument("--passages", type=command_line.whole_number, default=3000, metavar="N", help="of the generated world")
-    g.add_argument("--top-k", type=command_line.whole_number, default=3, metavar="N", help="passages for a search; default 3")
-    g.add_argument("--retriever", default="", metavar="URL", help="a server that finds the passages")
-    g.add_argument("--cache", type=Path, default=Path("runs/cache"), metavar="FOLDER", help="of indexes")
+    for start in (search, search_team):
+        g = add(start.__name__, start)
+        g.set_defaults(start=start)
+        g.add_argument("--data", default="", metavar="FOLDER", help="questions and passages; default: a generated world")
+        g.add_argument("--passages", type=command_line.whole_number, default=3000, metavar="N", help="of the generated world")
+        g.add_argument(
+            "--top-k", type=command_line.whole_number, default=3, metavar="N", help="passages for a search; default 3"
+        )
+        g.add_argument("--retriever", default="", metavar="URL", help="a server that finds the passages")
+        g.add_argument("--cache", type=Path, default=Path("runs/cache"), metavar="FOLDER", help="of indexes")
 
     g = add("math", math)
     g.set_defaults(start=math)

@@ -18,6 +18,7 @@ import numpy as np
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
+from hgpo_jax.config.policies import policy_of_each
 from hgpo_jax.evaluation.held_out import sampled_decoding
 from hgpo_jax.setup.job import build, prepare_devices
 from hgpo_jax.utils import remote
@@ -74,10 +75,11 @@ def main() -> None:
     tasks, params = job.runner.select_tasks("held_out", 0, index), job.base_rollout_params(job.given_params)
     result = jax.device_get(job.runner.rollout(params, tasks, keys, index, decoding, held_out=True))
     story, played = job.runner.story(result, 0), result.episodes
-    notes = []
+    of_role, notes = [job.policies[name] for name in policy_of_each(job.config, job.runner.roles)], []
     for t in range(len(story.turns)):
         length = played.response_lengths[0, t]
-        tokens = [job.tokenizer.decode([token]) for token in played.responses[0, t, :length]]
+        tokenizer = of_role[played.agents[0, t]].initial.tokenizer
+        tokens = [tokenizer.decode([token]) for token in played.responses[0, t, :length]]
         notes.append(probabilities(tokens, played.logp[0, t, :length]))
     print(f"task: {story.task}")
     show(story.turns, notes, story.outcome)

@@ -1,4 +1,4 @@
-"""The factories of `env.name=search`: of an environment to train in, and of one with held-out questions."""
+"""The factories of `env.name=search` and `search_team`: of an environment to train in, and of one with held-out questions."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ from typing import Any
 
 from hgpo_jax.envs.search.files import FileSearch, folder_passages, read_folder
 from hgpo_jax.envs.search.retrieval_client import RetrievalError, RetrievalServer
+from hgpo_jax.envs.search.team import FileTeam, GeneratedTeam
 from hgpo_jax.envs.search.text import GeneratedSearch, SearchText, world_passages
 from hgpo_jax.envs.search.world import World
 
 Maker = Callable[[], SearchText]
+Kinds = tuple[type[GeneratedSearch], type[FileSearch]]  # with a generated world, and with questions of a file
+ALONE: Kinds = (GeneratedSearch, FileSearch)
+TEAM: Kinds = (GeneratedTeam, FileTeam)
 
 
-def search_makers(cache: Path, data: str, url: str, passages: int, *, top_k: int, max_turns: int) -> tuple[Maker, Maker]:
+def search_makers(
+    kinds: Kinds, cache: Path, data: str, url: str, passages: int, *, top_k: int, max_turns: int
+) -> tuple[Maker, Maker]:
     """Returns the factories of an environment for training, and of one with held-out questions.
 
     Args:
+      kinds: ALONE or TEAM.
       cache: folder of indexes.
       data: folder of questions and passages (`files.py`); "": the generated world.
       url: of a server that finds passages, which is asked once; "": an index here.
@@ -30,7 +37,8 @@ def search_makers(cache: Path, data: str, url: str, passages: int, *, top_k: int
     options: dict[str, Any] = {"top_k": top_k, "max_turns": max_turns}
     if url:
         options["retriever"] = _server(url, top_k)
-    make: Callable[..., SearchText] = functools.partial(GeneratedSearch.open, cache, passages, **options)
+    generated, listed = kinds
+    make: Callable[..., SearchText] = functools.partial(generated.open, cache, passages, **options)
     if data:
         try:
             read_folder(data)  # faults are found before a run begins
@@ -38,7 +46,7 @@ def search_makers(cache: Path, data: str, url: str, passages: int, *, top_k: int
                 folder_passages(Path(data), cache)
         except (ValueError, OSError) as error:
             raise ValueError(f"data={data}: {error}") from None
-        make = functools.partial(FileSearch.open, Path(data), cache, **options)
+        make = functools.partial(listed.open, Path(data), cache, **options)
     return functools.partial(make, held_out=False), functools.partial(make, held_out=True)
 
 

@@ -35,21 +35,21 @@ class Retriever(Protocol):
 
 
 class Action(NamedTuple):
-    """What an action asks for. verb: one of VERBS, or "" if it is malformed. alone: whether nothing stands around it."""
+    """What an action asks for. verb: "" if it is malformed. alone: whether nothing stands around it."""
 
     verb: str
     text: str = ""
     alone: bool = False
 
 
-def parse(action: str) -> Action:
-    """Reads an action: its first opening tag decides what it is, and its first closing tag where that ends.
+def parse(action: str, verbs: Sequence[str] = VERBS) -> Action:
+    """Reads an action: its first opening tag of a verb decides what it is, and its first closing tag where that ends.
 
     One without both tags, without words between them, or longer than `MAX_ACTION` is malformed.
     """
     if len(action) > MAX_ACTION:
         return Action("")
-    begins = {verb: at for verb in VERBS if (at := action.find(f"<{verb}>")) >= 0}
+    begins = {verb: at for verb in verbs if (at := action.find(f"<{verb}>")) >= 0}
     if not begins:
         return Action("")
     verb = min(begins, key=begins.__getitem__)
@@ -85,7 +85,7 @@ class SearchText:
       signals: `exact_match` and `f1` of an answer, 0 before it, and `format`, whether a response is one action and no more.
     """
 
-    signals = ("exact_match", "f1", "format")
+    signals: tuple[str, ...] = ("exact_match", "f1", "format")
     task_types: tuple[str, ...] = ("question",)
 
     def __init__(self, question: Callable[[int], Question], retriever: Retriever, top_k: int = 3, max_turns: int = 20):
@@ -109,20 +109,34 @@ class SearchText:
         found, so that episodes that found the same are in the same state. Raises what the retriever raises.
         """
         verb, text, alone = parse(action)
-        self._turns += 1
-        match = f1 = 0.0
+        signals = {"exact_match": 0.0, "f1": 0.0, "format": float(alone)}
         if verb == "answer":
-            match, f1 = (score(text, self._question.answers) for score in (scores.exact_match, scores.f1))
+            signals |= self._scores(text)
             self._observation = END
         elif verb == "search":
-            ((*found,),) = self._retriever.retrieve([text], self._top_k)
-            lines = [shown(passage) for passage, _ in found]
-            self._passages += lines
+            lines = self._search(text)
             self._observation = "\n".join(f"({number}) {line}" for number, line in enumerate(lines, 1)) or NOTHING
-        done = verb == "answer" or self._turns >= self.max_turns
-        signals = {"exact_match": match, "f1": f1, "format": float(alone)}
-        info = {"won": match == 1, "admissible": bool(verb), "truncated": done and verb != "answer", "score": f1}
-        return self._observation, [], WON_REWARD * match, done, info | {"signals": signals}
+        reward, done, info = self._outcome(verb, signals)
+        return self._observation, [], reward, done, info
+
+    def _search(self, query: str) -> list[str]:
+        """Returns the passages found, which are remembered."""
+        ((*found,),) = self._retriever.retrieve([query], self._top_k)
+        lines = [shown(passage) for passage, _ in found]
+        self._passages += lines
+        return lines
+
+    def _scores(self, answer: str) -> dict[str, float]:
+        """Returns an answer's signals."""
+        accepted = self._question.answers
+        return {"exact_match": scores.exact_match(answer, accepted), "f1": scores.f1(answer, accepted)}
+
+    def _outcome(self, verb: str, signals: dict[str, float]) -> tuple[float, bool, dict]:
+        """Counts a turn, which took the action `verb`; returns (reward, done, info)."""
+        self._turns += 1
+        match, done = signals["exact_match"], verb == "answer" or self._turns >= self.max_turns
+        info = {"won": match == 1, "admissible": bool(verb), "truncated": done and verb != "answer", "score": signals["f1"]}
+        return WON_REWARD * match, done, info | {"signals": signals}
 
 
 class GeneratedSearch(SearchText):
@@ -157,10 +171,13 @@ class GeneratedSearch(SearchText):
 
         It knows whom to ask for next as soon as the passage that tells it has been found.
         """
-        for name in self._question.chain:
-            if not any(passage.startswith(f"{name} was") for passage in self._passages):
-                return f"<search> {name}</search>"
-        return f"<answer> {self._question.answers[0]}</answer>"
+        missing = self._missing()
+        return f"<search> {missing}</search>" if missing else f"<answer> {self._question.answers[0]}</answer>"
+
+    def _missing(self) -> str:
+        """Returns the entity whose passage is needed next, or "" where all have been found."""
+        unread = (name for name in self._question.chain if not any(p.startswith(f"{name} was") for p in self._passages))
+        return next(unread, "")
 
 
 @functools.lru_cache(maxsize=2)

@@ -93,7 +93,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
 }
 
 # Those that compare no turns of different roles: they have learned values, or compare whole episodes, or tell roles apart.
-NO_ROLES_TO_TELL_APART = ("dr_mas", "g2rpo", "gae", "himac", "hiper", "reinforce_pp")
+NO_ROLES_TO_TELL_APART = ("dr_mas", "g2rpo", "gae", "himac", "hiper")
 
 
 def estimate(
@@ -112,7 +112,8 @@ def estimate(
     name: a key of `ESTIMATORS`.
     rewards, mask, states, groups, invalid: the fields of `Batch`; what padding holds is ignored.
     by_role: i32[B, T], 0 or more, the role that acted in each step, for teams. A step is then compared only with those of its
-        role, as in Dr. MAS. What is whitened is whitened over all roles. `NO_ROLES_TO_TELL_APART` do not take it.
+        role, as in Dr. MAS. What is compared first and whitened then is whitened over all roles, as in its code.
+        `NO_ROLES_TO_TELL_APART` do not take it.
     options: the estimator's own keyword arguments, see its docstring; and for any of them `keep`, a name of `filters.FILTERS`:
         the trajectories that it drops take no part, and `Estimate.keep` says so. Default: `all`.
 

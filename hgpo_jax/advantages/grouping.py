@@ -178,4 +178,4 @@ def state_ids(rows: jax.Array, mask: jax.Array) -> jax.Array:
 def by_role(batch: Batch, roles: jax.Array) -> Batch:
     """Returns the batch with each step compared only with those of its own role, i32[B, T], in its prompt group."""
     prompts = jnp.broadcast_to(batch.groups[:, None], batch.mask.shape)
-    return batch._replace(peers=state_ids(jnp.stack([prompts, roles], axis=-1), batch.mask))
+    return batch._replace(peers=state_ids(jnp.stack([prompts, roles], axis=-1), batch.mask), roles=roles)

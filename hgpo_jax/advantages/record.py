@@ -18,6 +18,7 @@ class Batch(NamedTuple):
     groups:  i32[B], 0 or more; the prompt group (same task, same initial state) of each trajectory.
     invalid: bool[B, T], steps whose response contained no valid action.
     peers:   i32[B, T], equal where steps may be compared: their prompt group, or ids of (prompt group, role) with `by_role`.
+    roles:   i32[B, T], 0 or more, with `by_role` the role that acted in each step; else None.
     """
 
     rewards: jax.Array
@@ -26,6 +27,7 @@ class Batch(NamedTuple):
     groups: jax.Array
     invalid: jax.Array
     peers: jax.Array
+    roles: jax.Array | None = None
 
 
 @partial(

@@ -15,6 +15,7 @@ from hgpo_jax import advantages
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import ESTIMATORS, Estimate
 from hgpo_jax.config import Config
+from hgpo_jax.config.policies import policy_of_each
 from hgpo_jax.learner import methods
 from hgpo_jax.learner.methods import estimator_options
 from hgpo_jax.policy.source import load_tokenizer
@@ -36,6 +37,7 @@ class Dump:
     tokenizer: the policy's; None if the folder holds none but there is a report, which lacks only the prompts.
     report: that of a host rollout (`rollout/result.py`), as a dict; None if there is none, as with dynamic sampling.
     iteration: the training iteration; -1 if there is none.
+    by_role: the tokenizer of each role, if policies of roles have their own.
     """
 
     episodes: Episodes
@@ -43,6 +45,7 @@ class Dump:
     tokenizer: Any
     report: dict | None = None
     iteration: int = -1
+    by_role: tuple[Any, ...] = ()
 
     # -- advantages ---------------------------------------------------------------------------------------------
 
@@ -139,7 +142,7 @@ class Dump:
         if self.tokenizer is None:
             raise ConfigError("the run's folder holds no tokenizer, which prompts are read with; put it into its policy/")
         ids = e.prompts[episode, turn, : e.prompt_lengths[episode, turn]]
-        return self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        return self._tokenizer(episode, turn).decode(ids.tolist(), clean_up_tokenization_spaces=False)
 
     def response(self, episode: int, turn: int) -> str:
         """Returns the policy's response."""
@@ -148,7 +151,12 @@ class Dump:
             return self._words(ids)
         if self.report:
             return self.report["responses"][episode][turn]
-        return self.tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        tokenizer = self._tokenizer(episode, turn)
+        return tokenizer.decode(ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    def _tokenizer(self, episode: int, turn: int):
+        """Returns the tokenizer of the role that acted in a turn."""
+        return self.by_role[self.episodes.agents[episode, turn]] if self.by_role else self.tokenizer
 
     def action(self, episode: int, turn: int) -> str:
         """Returns the action passed to the environment: for text the one parsed from the response, else the response itself."""
@@ -226,16 +234,29 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         episodes = Episodes.load(file)
         beside = file.with_suffix(".json")
         report = read_report(beside, episodes) if beside.is_file() else None
-        files = (sorted((folder / part).rglob("tokenizer_config.json")) for part in ("policy", "start"))  # equal for all roles
+        files = (sorted((folder / part).rglob("tokenizer_config.json")) for part in ("policy", "start"))
         names = [file.parent for some in files for file in some]
         if report and not names:
             return Dump(episodes, config, None, report, iteration)
         source = [name for name in (config.policy.tokenizer, config.policy.source) if name]
         if not names and not source:
             raise ConfigError(f"{folder}: holds no tokenizer; expected it in {folder}/policy or {folder}/start")
-        return Dump(episodes, config, load_tokenizer(str([*names, *source][0]), config.cache_dir), report, iteration)
+        tokenizer = load_tokenizer(str([*names, *source][0]), config.cache_dir)
+        return Dump(episodes, config, tokenizer, report, iteration, _tokenizers_of_roles(config, names))
     except (ValueError, OSError) as error:
         raise ConfigError(" ".join(str(error).split())) from None
+
+
+def _tokenizers_of_roles(config: Config, folders: list[Path]) -> tuple[Any, ...]:
+    """Returns each role's tokenizer out of these folders, named after policies; () where all roles have the same policy."""
+    if not any(role.has_weights for role in config.roles.values()):
+        return ()
+    try:
+        policies = policy_of_each(config, role_names(config))
+    except Exception:  # a user's environment may need packages that this machine lacks
+        return ()
+    places = {folder.name: str(folder) for folder in reversed(folders)}
+    return tuple(load_tokenizer(places[name], config.cache_dir) for name in policies) if places else ()
 
 
 def read_report(file: Path, e: Episodes) -> dict:

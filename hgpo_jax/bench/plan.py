@@ -162,7 +162,7 @@ class Programs:
         entry, source = environment(config.env), policy.tokenizer or policy.source
         assert entry.text is not None
         tokenizer = load_tokenizer(source, config.cache_dir)
-        runner = TextRunner(config, entry, *entry.text(config), {SHARED: self._model}, tokenizer, self._mesh)
+        runner = TextRunner(config, entry, *entry.text(config), {SHARED: self._model}, {SHARED: tokenizer}, self._mesh)
         assert isinstance(runner.train, CompiledTextRollout)
         keys = self._array(config.rollout.prompt_groups * config.rollout.group_size, dtype=self._key)
         with jax.set_mesh(self._mesh):

@@ -20,6 +20,7 @@ ENVIRONMENTS = (
     "math_team",
     "webshop",
     "search",
+    "search_team",
     "agent",
 )
 METHODS = (
@@ -58,6 +59,7 @@ ROLES = {
     "household_team_text": ("searcher", "carrier"),
     "household_plan": ("planner", "executor"),
     "math_team": ("solver", "verifier"),
+    "search_team": ("verifier", "searcher", "answerer"),
 }
 HeldOut = Literal["valid_seen", "valid_unseen"]  # splits of ALFWorld to evaluate on
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")  # layers with adapters

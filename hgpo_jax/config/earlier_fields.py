@@ -30,7 +30,6 @@ REMOVED: dict[str, Any] = {
     "cloning.thought": "",
     "advantage.weight_offset": 2.0,
     "advantage.base_group": False,
-    "advantage.statistics": "per_step",
     "advantage.step_weight": 1.0,
     "advantage.prior_count": 2.0,
     "advantage.gate_count": 4.0,

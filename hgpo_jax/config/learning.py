@@ -24,6 +24,11 @@ class AdvantageConfig(Section):
     by_role: bool = field(
         False, "teams: compare the turns of each role with that role's own only, as dr_mas does, in any method that compares"
     )
+    statistics: Literal["per_step", "per_trajectory"] = field(
+        "per_step",
+        "what counts once where episodes are compared: per_step: a step; per_trajectory: an episode, by role with dr_mas or "
+        "by_role, which with grpo and mean_std is the baseline of Dr. MAS",
+    )
     keep: Literal["all", "informative", "valid"] = field(
         "all",
         "episodes to compare and learn from: all; informative: of tasks whose episodes score differently, as in DAPO, without "

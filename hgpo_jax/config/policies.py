@@ -45,7 +45,7 @@ def config_of(config: Config, name: str) -> Config:
     if settings.lr is not None:
         sections["learner"] = config.learner.model_copy(update={"lr": settings.lr})
     if settings.policy not in ("shared", "own"):
-        sections["policy"] = config.policy.model_copy(update={"source": settings.policy})
+        sections["policy"] = config.policy.model_copy(update={"source": settings.policy, "tokenizer": ""})
     if settings.lora_rank is not None:
         sections["lora"] = config.lora.model_copy(update={"rank": settings.lora_rank})
     return config.model_copy(update=sections)

@@ -16,8 +16,8 @@ class RoleConfig(Section):
 
     policy: str = field(
         "shared",
-        "shared: the weights of policy=; own: what they begin as, trained apart; or whatever policy.source takes, of "
-        "the same tokenizer, trained apart",
+        "shared: the weights of policy=; own: what they begin as, trained apart; or whatever policy.source takes, trained "
+        "apart, which in text environments on the host may have another size and tokenizer",
     )
     lora_rank: int | None = field(
         None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -56,11 +57,15 @@ class TrainingBatch(struct.PyTreeNode):
         """Returns bool[N, R], true on response tokens."""
         return jnp.arange(self.responses.shape[1]) < self.response_lengths[:, None]
 
-    def unfinished(self, end_tokens: tuple[int, ...]) -> jax.Array:
-        """Marks responses that were cut before one of these tokens, bool[N]; false if there is no response."""
+    def unfinished(self, end_tokens: Sequence[tuple[int, ...]]) -> jax.Array:
+        """Marks responses that were cut before one of their role's end tokens, bool[N]; false if there is no response."""
         last = jnp.maximum(self.response_lengths - 1, 0)[:, None]
         token = jnp.take_along_axis(self.responses, last, axis=1)[:, 0]
-        return (self.response_lengths > 0) & ~is_end(token, end_tokens)
+        ended = is_end(token, end_tokens[0])
+        for role, ends in enumerate(end_tokens[1:], 1):
+            assert self.agents is not None
+            ended = jnp.where(self.agents == role, is_end(token, ends), ended)
+        return (self.response_lengths > 0) & ~ended
 
 
 class Assignment(NamedTuple):

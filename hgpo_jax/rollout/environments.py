@@ -25,7 +25,7 @@ from hgpo_jax.envs.math.problems import Problems
 from hgpo_jax.envs.math.team import GeneratedTeam, ListedTeam
 from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
 from hgpo_jax.envs.protocol import Expert, Playable, members
-from hgpo_jax.envs.search.makers import search_makers
+from hgpo_jax.envs.search.makers import ALONE, TEAM, Kinds, search_makers
 from hgpo_jax.envs.sokoban import Sokoban
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
@@ -112,13 +112,12 @@ def webshop_files(folder: str) -> list[Path]:
     return [file for (file,) in files]
 
 
-def search_text(config: Config) -> Makers:
+def search_text(kinds: Kinds, config: Config) -> Makers:
     """Returns the factories of questions for training, and of held-out ones. Raises ConfigError."""
     env = config.env
     try:
-        return search_makers(
-            Path(config.cache_dir, "search"), env.data, env.retriever, env.passages, top_k=env.top_k, max_turns=env.max_turns
-        )
+        cache, options = Path(config.cache_dir, "search"), {"top_k": env.top_k, "max_turns": env.max_turns}
+        return search_makers(kinds, cache, env.data, env.retriever, env.passages, **options)
     except ValueError as error:
         raise ConfigError(f"env.{error}") from None
 
@@ -145,6 +144,7 @@ def math_text(generated: type[GeneratedMath], listed: type[ListedMath], config: 
 
 
 GENERATED_MATH = ("problems", "operations", "digits")
+SEARCH = ("data", "retriever", "passages", "top_k", "max_turns")
 HOUSEHOLD, SOKOBAN = ("tasks", "rooms", "places", "max_turns"), ("size", "max_turns")
 household = functools.partial(_from_fields, Household, HOUSEHOLD)
 household_milestones = functools.partial(_from_fields, Household, (*HOUSEHOLD, "milestones"))
@@ -205,12 +205,8 @@ ENVIRONMENTS = {
         lower_case=True,
         free_text=True,
     ),
-    "search": Environment(
-        ("data", "retriever", "passages", "top_k", "max_turns"),
-        text=search_text,
-        template="search",
-        free_text=True,
-    ),
+    "search": Environment(SEARCH, text=functools.partial(search_text, ALONE), template="search", free_text=True),
+    "search_team": Environment(SEARCH, text=functools.partial(search_text, TEAM), template="search_team", free_text=True),
     "agent": Environment(("command", "failed", "preload", "num_held_out_tasks", "max_turns"), agent=True),
 }
 

@@ -76,7 +76,8 @@ class HostRollout:
 
     Args:
       make_env: makes one environment (see `workers.py`); must be picklable if there are worker processes.
-      format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`.
+      format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`; or {name of a policy: its own}, of
+        one prompt limit.
       graphdefs: {name of a policy: graph definition of the `Qwen2` whose parameters are passed}. Each of several policies has
         as many slots as a single one would have.
       mesh: episodes are split over its `data` and `fsdp` axes.
@@ -102,11 +103,13 @@ class HostRollout:
         settings: TextSettings,
         policies: Sequence[str] = (),
     ):
-        self._settings, self._format = settings, format
+        self._settings = settings
+        self._formats = format if isinstance(format, dict) else dict.fromkeys(graphdefs, format)
+        self._prompt_limit = next(iter(self._formats.values())).prompt_limit
         self._start_workers(make_env)
         self._policies = policies or (SHARED,) * len(self.roles)
-        make = functools.partial(SlotPrograms, mesh=mesh, max_new=settings.response_limit, end_tokens=format.end_tokens)
-        self._programs = {name: make(graphdef) for name, graphdef in graphdefs.items()}
+        make = functools.partial(SlotPrograms, mesh=mesh, max_new=settings.response_limit)
+        self._programs = {name: make(g, end_tokens=self._formats[name].end_tokens) for name, g in graphdefs.items()}
         self._slots = min(settings.batch, settings.decode_batch_size * mesh.shape["data"])
 
     def _start_workers(self, make_env: Callable) -> None:
@@ -129,7 +132,7 @@ class HostRollout:
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), self._no_episodes())
 
     def _no_episodes(self) -> Episodes:
-        slots = self._format.prompt_limit, self._settings.response_limit
+        slots = self._prompt_limit, self._settings.response_limit
         return Episodes.zeros(self._settings.batch, self.max_turns, *slots, len(self.signals), self._settings.words)
 
     def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
@@ -161,7 +164,7 @@ class HostRollout:
     ) -> dict[str, float]:
         """Plays some of a call's episodes, from their beginning, into its buffer; returns the sampler's figures."""
         tasks = [int(task) for task in tasks]
-        sizes = {"slots": self._slots, "prompt_limit": self._format.prompt_limit}
+        sizes = {"slots": self._slots, "prompt_limit": self._prompt_limit}
         sizes |= {"reuse": self._settings.reuse, "store": self._settings.store, "words": self._settings.words}
         samplers = {
             name: SlotSampler(programs, params[name], keys, decoding, **sizes) for name, programs in self._programs.items()
@@ -210,12 +213,12 @@ class HostRollout:
 
     def _act(self, buffer: EpisodeBuffer, response: SlotResponse, prompt: Prompt, commands: dict[tuple[int, ...], str]):
         """Records a response; returns the episode's actions so far. commands: what `_answers` returned for it."""
-        ids = response.tokens.tolist()
-        parsed = self._format.parse(ids)
+        ids, form = response.tokens.tolist(), self._formats[self._policies[buffer.role(response.episode)]]
+        parsed = form.parse(ids)
         if (command := commands.get(tuple(ids))) is not None:
             parsed = parsed._replace(action=command, well_formed=True)
         allowed = sets_of([*commands], ids, self._settings.words) if self._settings.words else None
-        return buffer.add_response(prompt, response, parsed, ids[-1] in self._format.end_tokens, allowed)
+        return buffer.add_response(prompt, response, parsed, ids[-1] in form.end_tokens, allowed)
 
     def _counts(self, samplers: Sequence[SlotSampler]) -> dict[str, float]:
         """Returns the figures of all policies' samplers together."""
@@ -227,8 +230,11 @@ class HostRollout:
 
     def _prompts(self, buffer: EpisodeBuffer, episodes: Sequence[int]) -> dict[int, Prompt]:
         """Builds the next prompts of these episodes."""
-        prompts = self._format.build([buffer.prompt_input(episode) for episode in episodes])
-        return dict(zip(episodes, prompts, strict=True))
+        prompts: dict[int, Prompt] = {}
+        for name, form in self._formats.items():
+            own = [episode for episode in episodes if self._policies[buffer.role(episode)] == name]
+            prompts |= zip(own, form.build([buffer.prompt_input(episode) for episode in own]), strict=True)
+        return prompts
 
     def _answers(self, buffer: EpisodeBuffer, episode: int) -> dict[tuple[int, ...], str]:
         """Returns what an episode's next response may be, and the command that each means. Empty: anything.
@@ -236,7 +242,8 @@ class HostRollout:
         Answers that are longer than a response are left out.
         """
         commands = buffer.commands(episode) if self._settings.words else ()
-        answers = zip(map(tuple, self._format.answers(commands) if commands else ()), commands, strict=True)
+        form = self._formats[self._policies[buffer.role(episode)]]
+        answers = zip(map(tuple, form.answers(commands) if commands else ()), commands, strict=True)
         return {answer: command for answer, command in answers if len(answer) <= self._settings.response_limit}
 
     def close(self) -> None:

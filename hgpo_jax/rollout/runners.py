@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import policy_of_each
+from hgpo_jax.config.policies import SHARED, policy_of_each
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_template import ChatFrame
@@ -67,7 +67,7 @@ class CompiledRunner:
       task_types: names; `Episodes.task` is an index into them.
       roles: names; `Episodes.agents` is an index into them.
       signals: the names of the environment's signals (`signals.py`).
-      end_tokens: the tokens that end a response.
+      end_tokens: of each role, the tokens that end a response.
       answer_parts: words of the switch, subgoal and action parts of an answer, if it has them (`envs.protocol.Plans`).
       num_tasks, num_held_out_tasks: games to train on and held-out ones; None where tasks are generated.
 
@@ -112,7 +112,7 @@ class CompiledRunner:
             constrained=constrained,
         )
         self.program, self._play_on = make_rollout(env, program, mesh), make_continuations(env, program, mesh)
-        self.end_tokens = (self._end,)
+        self.end_tokens = ((self._end,),) * len(self.roles)
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         """Plays B episodes; does not wait until they are computed, unless there are several roles.
@@ -205,10 +205,11 @@ class TextRunner:
     Args:
       environment: provides the prompts and the rule for malformed answers.
       train, held_out: make one environment each (`Environment.text`).
+      models, tokenizers: of each policy, by name. Tokenizers may differ on the host only.
 
     Attributes:
       make_env: makes an environment for training.
-      format: the prompts and answers of all roles.
+      formats: the prompts and answers of each role.
       train: the rollout for training.
       signals: the names of the environment's signals (`signals.py`).
 
@@ -222,34 +223,28 @@ class TextRunner:
         train: Callable,
         held_out: Callable,
         models: dict[str, ModelConfig],
-        tokenizer,
+        tokenizers: dict[str, Any],
         mesh: Mesh | AbstractMesh,
     ):
-        env, rollout = config.env, config.rollout
+        env = config.env
         check_context(config, models)
         try:
-            frame = ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop)
-            self.format = ChatFormat(
-                frame,
-                template_of(config, tokenizer),
-                rollout.prompt_limit,
-                environment.fallback,
-                lower_case=environment.lower_case,
-            )
+            formats = {name: _chat_format(config, environment, tokenizer) for name, tokenizer in tokenizers.items()}
             self.make_env = train
             settings = _text_settings(config, models)
             self.train: HostRollout | CompiledTextRollout
             self._held_out: HostRollout | CompiledTextRollout
             policies = policy_of_each(config, roles_of(train())) if config.roles else ()
-            host = HostRollout(train, self.format, networks(models), mesh, settings, policies)
+            host = HostRollout(train, formats, networks(models), mesh, settings, policies)
+            self.formats = tuple(formats[name] for name in policies or (SHARED,) * len(host.roles))
             self.train, self._held_out = host, host.with_environment(held_out)
             if backend(config) == "compiled_text":
                 assert environment.compiled and environment.games  # environments with text on the device have both
                 try:
                     games, played = environment.games(config), environment.compiled(config)
                     fallback = None if env.split == "generated" else host
-                    text = self.format, tokenizer, networks(models)
-                    device = CompiledTextRollout(played, games["train"], *text, mesh, settings, fallback)
+                    text, graphdefs = (self.formats[0], tokenizers[SHARED]), networks(models)  # games have one role
+                    device = CompiledTextRollout(played, games["train"], *text, graphdefs, mesh, settings, fallback)
                     self.train, self._held_out = device, device.of_games(games["held_out"], self._held_out)
                 except ValueError as error:
                     if env.compiled:
@@ -259,7 +254,8 @@ class TextRunner:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
         if settings.words:
             self._check_constrained(env.name)
-        self.task_types, self.roles, self.end_tokens = self.train.task_types, self.train.roles, self.format.end_tokens
+        self.task_types, self.roles = self.train.task_types, self.train.roles
+        self.end_tokens = tuple(form.end_tokens for form in self.formats)
         self.signals = self.train.signals
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # The host loads only the template games from which games are generated; the warm start's expert plays there.
@@ -267,7 +263,7 @@ class TextRunner:
 
     def _check_constrained(self, name: str) -> None:
         """Raises ConfigError if answers are free, or the environment lists no commands."""
-        if not self.format.template.bare:
+        if not self.formats[0].template.bare:
             raise ConfigError(
                 "rollout.constrain=admissible: the template asks for a thought, which is free; give env.template=plain"
             )
@@ -304,6 +300,18 @@ class TextRunner:
     def story(self, result: RolloutResult, index: int) -> Story:
         assert result.report is not None  # a HostRollout makes one
         return result.report.story(result.episodes, index, self.roles)
+
+
+def _chat_format(config: Config, environment: Environment, tokenizer) -> ChatFormat:
+    """Returns the prompts and answers of a policy with this tokenizer. Raises ValueError."""
+    rollout = config.rollout
+    return ChatFormat(
+        ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop),
+        template_of(config, tokenizer),
+        rollout.prompt_limit,
+        environment.fallback,
+        lower_case=environment.lower_case,
+    )
 
 
 def _text_settings(config: Config, models: dict[str, ModelConfig]) -> TextSettings:

@@ -89,10 +89,11 @@ class AgentRunner:
         try:
             if getattr(tokenizer, "chat_template", None):
                 self._frame = ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop)
-            self.end_tokens = self._frame.end_tokens if self._frame else end_tokens(tokenizer, rollout.stop)
+            ends = self._frame.end_tokens if self._frame else end_tokens(tokenizer, rollout.stop)
         except ValueError as error:
             raise ConfigError(f"policy.source={config.policy.source}: {error}") from None
-        self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=self.end_tokens)
+        self.end_tokens = (ends,)
+        self._programs = SlotPrograms(network(model), mesh, max_new=rollout.response_limit, end_tokens=ends)
         self._model, self._tokenizer, self._mesh = model, tokenizer, cast(Mesh, mesh)  # a rollout needs real devices
         self._store = rollout.store * 2**20
         self._prompt_limit, self._turns, self._time_limit = rollout.prompt_limit, env.max_turns, env.time_limit

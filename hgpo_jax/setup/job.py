@@ -108,7 +108,7 @@ class Job:
 
     mesh: that of the updates and, unless there is a `rollout_mesh`, of the rollouts.
     policies: by name, one unless roles have policies of their own (`config/policies.py`). Parameters are dicts by these names.
-    tokenizer: that of all policies.
+    tokenizer: that of policy=; on the host, policies of roles may have others (`PolicySetup.initial`).
     runner: makes rollouts in the configured environment.
     reward: adds the rewards of the configured reward function to the result of a training rollout.
     """
@@ -381,7 +381,7 @@ def adapted_model(config: Config, policy: Policy) -> ModelConfig:
 def make_policies(config: Config, shared: Policy, mesh: Mesh, rollout_mesh: Mesh | None) -> dict[str, PolicySetup]:
     """Returns the policies of a run by name. shared: that of policy=, which one or more of them begin from.
 
-    Raises ConfigError for a policy that cannot be read or has a different tokenizer.
+    Raises ConfigError for a policy that cannot be read, or has a different tokenizer where all roles need the same.
     """
     policies: dict[str, PolicySetup] = {}
     by_source: dict[str, Policy] = {}  # adapters of several roles share one copy of the weights
@@ -392,10 +392,14 @@ def make_policies(config: Config, shared: Policy, mesh: Mesh, rollout_mesh: Mesh
                 initial = by_source[source] = by_source.get(source) or load_policy(source, mesh, cache_dir=config.cache_dir)
             except ValueError as error:
                 raise ConfigError(f"roles.{name}.policy={source}: {error}") from None
-            if not same_tokenizer(initial.tokenizer, shared.tokenizer):
+            if backend(config) != "host" and not same_tokenizer(initial.tokenizer, shared.tokenizer):
                 raise ConfigError(
-                    f"roles.{name}.policy={source}: has another tokenizer than policy.source={config.policy.source}; "
-                    "all roles need the same, give policy= one of their family"
+                    f"roles.{name}.policy={source}: has another tokenizer than policy.source={config.policy.source}, and "
+                    f"env.name={config.env.name} is not played as text on the host; give one of the same family"
+                )
+            if initial.tokenizer is None:
+                raise ConfigError(
+                    f"roles.{name}.policy={source}: holds no tokenizer; add tokenizer.json and tokenizer_config.json"
                 )
         model = adapted_model(policy_config, initial)
         policies[name] = PolicySetup(name, policy_config, mesh, initial, model, rollout_mesh)
@@ -415,13 +419,16 @@ def text_makers(config: Config) -> Makers | None:
 
 
 @phase("preparing the environment")
-def make_runner(config: Config, makers: Makers | None, models: dict[str, ModelConfig], tokenizer, mesh: Mesh) -> Runner:
-    """Makes the runner of the configured environment from its `text_makers`. Raises ConfigError."""
-    entry = environment(config.env)
+def make_runner(
+    config: Config, makers: Makers | None, models: dict[str, ModelConfig], tokenizers: dict[str, Any], mesh: Mesh
+) -> Runner:
+    """Makes the runner of the configured environment from its `text_makers`; models and tokenizers are by policy. Raises
+    ConfigError."""
+    entry, tokenizer = environment(config.env), next(iter(tokenizers.values()))
     if entry.agent:
         return AgentRunner(config, models, tokenizer, mesh)
     if makers:
-        return TextRunner(config, entry, *makers, models, tokenizer, mesh)
+        return TextRunner(config, entry, *makers, models, tokenizers, mesh)
     assert entry.compiled is not None  # an environment without a text version
     games = entry.games(config) if entry.games else None
     return CompiledRunner(config, entry.compiled(config), models, tokenizer, mesh, games)
@@ -453,7 +460,8 @@ def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = 
     policy = make_policy(config, check_memory(config, mesh, rollout_mesh), mesh)
     policies = make_policies(config, policy, mesh, rollout_mesh)
     models = {name: setup.model for name, setup in policies.items()}
-    runner = make_runner(config, makers, models, policy.tokenizer, rollout_mesh or mesh)
+    tokenizers = {name: setup.initial.tokenizer for name, setup in policies.items()}
+    runner = make_runner(config, makers, models, tokenizers, rollout_mesh or mesh)
     pretrained = any(setup.settings.policy.source for setup in policies.values())
     if config.warm_start == "cloning" and pretrained and not runner.has_expert():
         raise ConfigError(

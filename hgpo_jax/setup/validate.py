@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from jax.sharding import AbstractMesh
 
-from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART
+from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART, parameters
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
@@ -165,6 +165,9 @@ def _check_comparison(config: Config, method: Method) -> None:
         )
     if keep == "informative" and method.dynamic_sampling:
         raise ConfigError(f"advantage.keep=informative: method={name} keeps no other episodes anyway; leave it out")
+    statistics = config.advantage.statistics
+    if statistics != "per_step" and "statistics" not in parameters(method.estimator)[1]:
+        raise ConfigError(f"advantage.statistics={statistics}: method={name} compares no whole episodes; leave it out")
     if by_role and method.estimator in NO_ROLES_TO_TELL_APART:
         raise ConfigError(f"advantage.by_role=true: method={name} compares no turns of different roles; leave it out")
     if by_role and len(role_names(config)) == 1:

@@ -136,7 +136,13 @@ def read_play(runner: TextRunner, tasks: Sequence[int], config: Config) -> tuple
                 progress.update(1, {"won": f"{sum(won) / len(won):.2f}"})
     except ValueError as error:
         raise ConfigError(f"env.name={config.env.name}: {error}") from None
-    prompts, responses = [prompt.ids for prompt in runner.format.build(inputs)], runner.format.answers(commands)
+    prompts: list[list[int]] = [[]] * len(inputs)
+    responses: list[list[int]] = [[]] * len(inputs)
+    for role, form in enumerate(runner.formats):
+        own = [at for at, acts in enumerate(roles) if acts == role]
+        asked, answered = form.build([inputs[at] for at in own]), form.answers([commands[at] for at in own])
+        for at, prompt, response in zip(own, asked, answered, strict=True):
+            prompts[at], responses[at] = prompt.ids, response
     if (longest := max(map(len, responses), default=0)) > (limit := config.rollout.response_limit):
         raise ConfigError(f"rollout.response_limit={limit}: the answers to clone take up to {longest} tokens; give as many")
     padded = _padded(responses, 1)

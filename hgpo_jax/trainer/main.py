@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.config.cli import REFUSED
+from hgpo_jax.config.policies import SHARED
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
 from hgpo_jax.policy import Policy, model_card
@@ -122,12 +123,11 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
             check_shards(f"rollout.mesh={config.rollout.mesh}", config, apart)
             plans = list(zip((mesh, apart), memory.bytes_apart(config, mesh, apart), strict=True))
         if makers or entry.agent:
-            source = config.policy.tokenizer or config.policy.source
-            tokenizer = load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
+            tokenizers = {name: _tokenizer_of(each) for name, each in memory.configs_by_policy(config).items()}
             runner: Runner = (
-                TextRunner(config, entry, *makers, models, tokenizer, mesh)
+                TextRunner(config, entry, *makers, models, tokenizers, mesh)
                 if makers
-                else AgentRunner(config, models, tokenizer, mesh)
+                else AgentRunner(config, models, tokenizers[SHARED], mesh)
             )
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             runner.close()
@@ -136,6 +136,12 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(str(error)) from None
     for each, phases in plans:
         say(f"memory on each of {each.size} devices, mesh {dict(each.shape)}:\n{memory.table(phases)}")
+
+
+def _tokenizer_of(config: Config):
+    """Returns the tokenizer of the policy of a configuration, which is not loaded. Raises ValueError."""
+    source = config.policy.tokenizer or config.policy.source
+    return load_tokenizer(source, config.cache_dir) if source else fresh_tokenizer(config)
 
 
 def check_loggers(config: Config) -> None:

@@ -140,7 +140,10 @@ def whitened(values):
 
 
 def reinforce_pp(data, gamma=0.95, invalid_penalty=0.1):
-    return whitened(data.returns(gamma, invalid_penalty))
+    returns, result = data.returns(gamma, invalid_penalty), {}
+    for members in grouped(data.all, lambda s: 0 if data.roles is None else int(data.roles[s])).values():
+        result |= whitened({s: returns[s] for s in members})
+    return result
 
 
 def reinforce_pp_baseline(data, statistics="per_step", invalid_penalty=0.1):

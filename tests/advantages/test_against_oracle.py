@@ -63,9 +63,12 @@ BY_ROLE = [
     ("eb_td", {}),
     ("gagpo", {"lam": 0.7}),
     ("gdpo", {}),
+    ("gigpo", {}),
     ("graphgpo", {}),
+    ("grpo", {}),
     ("hgpo", {"normalize": "mean", "base_group": True}),
     ("pgpo", {}),
+    ("reinforce_pp", {}),
     ("reinforce_pp_baseline", {}),
     ("rloo", {"statistics": "per_trajectory"}),
 ]

@@ -20,7 +20,7 @@ def both(name, batch, **options):
     """The estimator's advantages and its oracle's."""
     arrays, known = parameters(name)
     options |= {k: v for k, v in {"gamma": GAMMA, "invalid_penalty": PENALTY}.items() if k in known}
-    common = {field: batch[field] for field in ("rewards", "mask", "states", "groups", "invalid")}
+    common = {field: batch[field] for field in ("rewards", "mask", "states", "groups", "invalid", "by_role") if field in batch}
     further = {name: batch[name] for name in arrays}
     found = estimate(name, **common, **further, **options).advantages
     return found, dense(getattr(numpy_oracle, name)(Steps(**common), **further, **options))
@@ -81,6 +81,39 @@ def test_pgpos_potentials_that_are_equal_but_for_rounding_give_no_signal():
     rewards[2:, 0] = *worth, *worth[[2, 3, 0, 1]]
     batch = {"rewards": rewards, "mask": mask, "states": states, "groups": np.zeros(10, int), "success": np.zeros(10, bool)}
     assert not np.asarray(estimate("pgpo", **batch).advantages)[:2, 0].any()
+
+
+# Dr. MAS: two roles, 0 and 1, and three episodes of one prompt with the scores 10, 0, 4. Role 0's rows have 10, 0, 4, 4: mean
+# 4.5, sample variance 17; role 1's have 10, 0, 4: mean 14/3, sample variance 76/3, as the three episodes have.
+# Discounted returns (1/2): 5, 10; 0, 0; 1, 2, 4. Role 0 in state 1: 5, 0, 1; role 1 in state 2: 10, 2; the others are alone.
+TEAM = episodes([(1, 2), (1, 3), (1, 2, 2)], [10, 0, 4])
+ACTS = np.zeros((B, T), np.int32)
+ACTS[:3, 1] = 1
+LOW, HIGH, FIRST, SECOND = math.sqrt(17), math.sqrt(76 / 3), math.sqrt(17 / 3), math.sqrt(28)
+BY_ROLE = [[5.5, 16 / 3, 0], [-4.5, -14 / 3, 0], [-0.5, -2 / 3, -0.5]]
+
+
+def test_dr_mas_and_its_baseline():
+    own = np.divide(BY_ROLE, [LOW, HIGH, LOW])
+    check("dr_mas", TEAM | {"agents": ACTS}, own)
+    check("grpo", TEAM | {"by_role": ACTS}, own)
+    # What it is compared with counts each episode once.
+    once = [[16 / 3, 16 / 3, 0], [-14 / 3, -14 / 3, 0], [-2 / 3, -2 / 3, -2 / 3]]
+    check("grpo", TEAM, np.divide(once, HIGH), statistics="per_trajectory")
+    check("dr_mas", TEAM | {"agents": ACTS}, np.divide(once, HIGH), statistics="per_trajectory")
+
+
+@pytest.mark.parametrize(("name", "options", "expected"), [
+    ("rloo", {}, [[22 / 3, 8, 0], [-6, -7, 0], [-2 / 3, -1, -2 / 3]]),  # times 4/3 and 3/2
+    ("gigpo", {"normalize": "mean"}, np.add(BY_ROLE, [[3, 4, 0], [-2, 0, 0], [-1, -4, 0]])),
+    ("hgpo", {"normalize": "mean", "history_length": 1}, [[3, 4, 0], [-2, 0, 0], [-1, -4, 0]]),  # at both levels
+    ("reinforce_pp_baseline", {}, np.divide(BY_ROLE, math.sqrt(305 / 18))),  # whitened over the 7 rows of both
+    ("reinforce_pp", {}, [  # each role's returns whitened: means 2.5 and 4, variances 17/3 and 28
+        [2.5 / FIRST, 6 / SECOND, 0], [-2.5 / FIRST, -4 / SECOND, 0], [-1.5 / FIRST, -2 / SECOND, 1.5 / FIRST]
+    ]),
+])  # fmt: skip
+def test_dr_mas_keys_in_other_methods(name, options, expected):
+    check(name, TEAM | {"by_role": ACTS}, expected, **options)
 
 
 # A: 1 -> 2 -> won. B: 1 -> 3 -> 1 (lost). C: 1 -> 4 -> 5 (lost); nobody acted in 5.

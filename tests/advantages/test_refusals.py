@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["dr_mas", "g2rpo", "gae", "himac", "hiper", "reinforce_pp"])
+@pytest.mark.parametrize("name", ["dr_mas", "g2rpo", "gae", "himac", "hiper"])
 def test_roles_are_refused_where_they_would_change_nothing(name):
     arguments = {name: value for name, value in worked_example().items() if name != "gamma"}
     with pytest.raises(ValueError, match=f"^by_role: {name} compares no turns of different roles; leave it out$"):

@@ -156,7 +156,9 @@ TOGETHER = [
     (["advantage.by_role=true"], "env.name=household has one role",
      [["advantage.by_role=true", "env.name=household_team", f"method={name}"] for name in ("hgpo", "kpo")]),
     *((["advantage.by_role=true", "env.name=household_team", f"method={name}"], f"method={name} compares no turns", [])
-      for name in ("dr_mas", "ppo", "reinforce_pp")),
+      for name in ("dr_mas", "ppo")),
+    (["advantage.statistics=per_trajectory"], "method=hgpo compares no whole episodes",
+     [["advantage.statistics=per_trajectory", f"method={name}"] for name in ("grpo", "dapo", "rloo")]),
     (["method=hiper"], "which env.name=household does not have", [["method=hiper", "env.name=household_subgoals"]]),
     (["method=hiper", "env.name=household_text"], "which env.name=household_text does not have",
      [["rollout.group_size=1", f"method={name}"] for name in ("hgpo", "gigpo", "ppo", "reinforce_pp")]),

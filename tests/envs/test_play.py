@@ -66,6 +66,15 @@ def test_a_search_is_played(play, tmp_path):
     assert "envs/search/files.py" in play("search", "--cache", tmp_path, "--data", tmp_path / "none", code=2)
 
 
+def test_a_search_is_played_by_three(play, tmp_path):
+    keys = "2\n<search> mimor leholm</search>\n1\n<answer> x</answer>\n"
+    screen = play("search_team", "--cache", tmp_path, "--passages", 240, keys=keys)
+    assert [line for line in screen.splitlines() if line.startswith("You are")] == [
+        f"You are the {role}." for role in ("verifier", "searcher", "verifier", "answerer", "answerer")
+    ]
+    assert screen.endswith("Not solved after 4 turns: reward 0, score 0.\n") and "not admissible" not in screen
+
+
 def test_a_game_shows_what_an_agent_sees(play):
     game = load_game(GAME)
     seen = [game.reset()]

@@ -41,7 +41,7 @@ def main(devices: str, *fields: str) -> None:
         here,
         mesh=target,
         policies={name: dataclasses.replace(policy, mesh=target) for name, policy in here.policies.items()},
-        runner=make_runner(config, None, models, here.tokenizer, target),
+        runner=make_runner(config, None, models, dict.fromkeys(models, here.tokenizer), target),
     )
 
     def there(a):

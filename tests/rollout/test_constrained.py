@@ -152,7 +152,7 @@ def test_devices_change_nothing():
 
 def test_what_lists_no_actions_is_refused():
     config = load(None, ["rollout.constrain=admissible"])
-    for name in ("agent", "webshop", "search", "math"):
+    for name in ("agent", "webshop", "search", "search_team", "math"):
         with refused(f"rollout.constrain=admissible: env.name={name} does not list all that may be said"):
             check_together(load(None, ["rollout.constrain=admissible", f"env.name={name}"]))
     with refused("rollout.constrain=admissible: env.name=alfworld is played as text on the device"):

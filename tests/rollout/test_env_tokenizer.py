@@ -64,7 +64,7 @@ def test_answers_keep_their_capitals_where_the_original_does_not_take_them(name,
     given = config(f"env.name={name}", "env.template=text", "rollout.response_limit=64", *of_webshop)
     tokenizer, found, mesh = fresh_tokenizer(given), environment(given.env), mesh_of("data=1")
     model = workload_of(configs_by_policy(given)[""], mesh).model
-    form = TextRunner(given, found, *found.text(given), {"": model}, tokenizer, mesh).train._format
+    form = TextRunner(given, found, *found.text(given), {"": model}, {"": tokenizer}, mesh).formats[0]
     ids = form.frame.text.encode(["<think></think><action>Answer[Paris]</action>"])[0]
     assert form.parse(ids)[1:] == (action, True)
 

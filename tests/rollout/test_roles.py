@@ -132,19 +132,42 @@ class Pair(Counting):
 
 
 class Marked:
-    """Prompts that depend on what they show; actions that depend on how long a response is."""
+    """Prompts that depend on what they show; actions that depend on how long a response is. Ids begin with that of the end."""
 
-    end_tokens, prompt_limit = (0,), 8
+    prompt_limit = 8
 
-    def __init__(self):
-        self.inputs = []
+    def __init__(self, end=0):
+        self.inputs, self.end_tokens = [], (end,)
 
     def build(self, inputs):
         self.inputs += inputs
-        return [Prompt([1 + len(each.observation) % 7, 1 + len(each.history)]) for each in inputs]
+        end = self.end_tokens[0]
+        return [Prompt([end + 1 + len(each.observation) % 7, end + 1 + len(each.history)]) for each in inputs]
 
     def parse(self, ids):
         return ParsedResponse("said", f"add {len(ids)}", True)
+
+
+def test_a_host_rollout_tells_each_role_in_the_format_of_its_own_weights():
+    """One of two vocabularies is larger, ends answers otherwise, and its prompts lie beyond the smaller one."""
+    sizes = dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+        initializer_range=0.3,
+    )  # fmt: skip
+    models = {"x": ModelConfig(vocab_size=8, **sizes), "y": ModelConfig(vocab_size=16, **sizes)}
+    mesh, formats = mesh_of("data=1"), {"x": Marked(), "y": Marked(8)}
+    rollout = HostRollout(
+        Pair, formats, {name: network(model) for name, model in models.items()}, mesh,
+        TextSettings(batch=6, history_length=2, response_limit=3, decode_batch_size=2), policies=("x", "y"),
+    )  # fmt: skip
+    params = {name: initialize(model, 0, mesh) for name, model in models.items()}
+    e, _ = rollout(params, np.arange(6), jax.random.split(jax.random.key(1), 6), np.arange(6), Decoding())
+    for role, end in enumerate((0, 8)):
+        own = e.mask & (e.agents == role)
+        assert ((e.prompts[own][:, :2] // 8) == role).all() and own.any()
+        length = e.response_lengths[own]
+        last = e.responses[own][np.arange(own.sum()), length - 1]
+        assert (last[length < 3] == end).all() and (length < 3).any() and (e.responses[own].max() < 8 * (1 + role))
 
 
 def test_a_host_rollout_asks_each_role_of_its_own_weights_and_shows_it_its_own_past():

@@ -19,7 +19,7 @@ from hgpo_jax.envs.lucene.index import IndexBuilder
 from hgpo_jax.envs.search import passages as passages_in_files
 from hgpo_jax.envs.search import retrieval_client
 from hgpo_jax.envs.search.files import read_folder, read_passages, read_questions
-from hgpo_jax.envs.search.makers import search_makers
+from hgpo_jax.envs.search.makers import ALONE, search_makers
 from hgpo_jax.envs.search.passages import Passages
 from hgpo_jax.envs.search.retrieval_client import RetrievalError, RetrievalServer
 from hgpo_jax.envs.search.world import Question
@@ -165,7 +165,7 @@ def test_damaged_questions_are_refused_with_their_line(tmp_path, record, reason)
 def test_folders_that_lack_something_are_refused(tmp_path, files, reason):
     data = str(folder(tmp_path / "data", **files))
     with refused(f"data={data}: ") as caught:
-        search_makers(tmp_path / "cache", data, "", 24, top_k=3, max_turns=3)
+        search_makers(ALONE, tmp_path / "cache", data, "", 24, top_k=3, max_turns=3)
     assert reason in str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_a_folder_is_played_and_a_changed_corpus_is_indexed_anew(tmp_path):
     data = folder(tmp_path / "data", train=[ONE], test=[ONE, ONE], passages=PASSAGES)
 
     def first_found():
-        makers = search_makers(tmp_path / "cache", str(data), "", 24, top_k=1, max_turns=3)
+        makers = search_makers(ALONE, tmp_path / "cache", str(data), "", 24, top_k=1, max_turns=3)
         train, held_out = (make() for make in makers)
         assert (len(train), len(held_out)) == (1, 2) and not hasattr(train, "expert")
         train.reset(0)
@@ -265,7 +265,7 @@ def test_a_server_that_misbehaves_fails_the_episode_in_one_line(mock, answer, re
     with refused(reason, RetrievalError):
         server.retrieve(["red"], 2)
     assert len(Mock.asked) == tries
-    make, _ = search_makers(tmp_path, "", "", 24, top_k=2, max_turns=3)
+    make, _ = search_makers(ALONE, tmp_path, "", "", 24, top_k=2, max_turns=3)
 
     def with_server():
         env = make()
@@ -308,9 +308,9 @@ def test_our_own_server_speaks_the_protocol(tmp_path):
             with refused("status 400"):
                 server._post(body)
         data = folder(tmp_path / "data", train=[ONE], test=[ONE])  # no passages here
-        make, _ = search_makers(tmp_path / "cache", str(data), url, 24, top_k=1, max_turns=3)
+        make, _ = search_makers(ALONE, tmp_path / "cache", str(data), url, 24, top_k=1, max_turns=3)
         env = make()
         env.reset(0)
         assert env.step("<search>red</search>")[0] == "(1) Red is a colour."
     with refused(f"retriever={url}: cannot be asked"):
-        search_makers(tmp_path / "cache", str(data), url, 24, top_k=1, max_turns=3)
+        search_makers(ALONE, tmp_path / "cache", str(data), url, 24, top_k=1, max_turns=3)

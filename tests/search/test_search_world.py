@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.envs.lucene.analyzer import analyze
-from hgpo_jax.envs.search.makers import search_makers
+from hgpo_jax.envs.search.makers import ALONE, search_makers
 from hgpo_jax.envs.search.passages import Passages
 from hgpo_jax.envs.search.text import GeneratedSearch
 from hgpo_jax.envs.search.world import CHOICES, PASSAGES, QUESTIONS, WORDS, World
@@ -100,7 +100,7 @@ def test_the_index_of_a_world_is_built_once_and_mapped(tmp_path, monkeypatch):
 
 
 def test_worker_processes_make_the_same_environment(tmp_path):
-    for make in search_makers(tmp_path, "", "", 24, top_k=2, max_turns=3):
+    for make in search_makers(ALONE, tmp_path, "", "", 24, top_k=2, max_turns=3):
         env, other = make(), pickle.loads(pickle.dumps(make))()
         assert (env.reset(5), env.goal, env.max_turns) == (other.reset(5), other.goal, 3)
         assert env.step(env.expert(1)) == other.step(other.expert(1))

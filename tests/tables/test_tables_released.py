@@ -51,6 +51,7 @@ RELEASED = {
     "advantage.signal_weights": (),  # there are no signals
     "advantage.keep": "all",  # no filter
     "advantage.by_role": False,  # one role
+    "advantage.statistics": "per_step",  # D compute_mean_std_cross_steps=True
     "advantage.lam": None,  # of estimators that read it, D algorithm.lam for ppo
     "advantage.invalid_penalty": 0.1,  # H actor.invalid_action_penalty_coef
     "learner.lr": 1e-6,  # H actor.optim.lr, for 7B on ALFWorld D

@@ -22,6 +22,7 @@ from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import step as iteration
 from hgpo_jax.trainer.behavior_cloning import demonstrations
 from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.byte_policy import byte_policy
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import mesh_of
 from tests.helpers.training import TINY, command, rows_of
@@ -102,9 +103,9 @@ def test_sets_of_weights_are_named_by_their_roles():
     assert config_of(some, "c").lora.rank == 4 and config_of(some, "a+b") is some
 
 
-def test_the_roles_of_our_environments_are_known_before_they_are_made():
-    names = [name for name in ENVIRONMENTS if name.startswith(("household", "math"))]
-    made = {name: role_names(load(None, [f"env.name={name}"])) for name in names}
+def test_the_roles_of_our_environments_are_known_before_they_are_made(tmp_path):
+    names = [name for name in ENVIRONMENTS if name.startswith(("household", "math", "search"))]
+    made = {name: role_names(load(None, [f"env.name={name}", f"cache_dir={tmp_path}"])) for name in names}
     assert {name: roles for name, roles in made.items() if len(roles) > 1} == ROLES
 
 
@@ -263,18 +264,65 @@ def test_answers_that_do_not_fit_are_refused(cache):
         job_of(*TEXT, "rollout.response_limit=2", cache=cache)
 
 
-def test_a_policy_with_another_tokenizer_is_refused(shared, tmp_path):
+def test_in_a_compiled_environment_another_tokenizer_is_refused(shared, tmp_path):
     def sets(source):
         return make_policies(load(None, [*TEAM, f"roles.searcher.policy={source}"]), shared.policy.initial, shared.mesh, None)
 
     given = dataclasses.replace(shared.policy.initial, tokenizer=word_tokenizer(["other"]))
     for name, policy in (("mine", shared.policy.initial), ("other", given)):
         policy.save(tmp_path / name)
-    with pytest.raises(ConfigError, match=r"^roles\.searcher\.policy=\S*other: has another tokenizer than policy.source=;"):
+    with pytest.raises(ConfigError, match=r"^roles\.searcher\.policy=\S*other: has another tokenizer than .*text on"):
         sets(tmp_path / "other")
     with pytest.raises(ConfigError, match=r"^roles\.searcher\.policy=nowhere: "):
         sets("nowhere")
     assert same(*(jax.device_get(policy.initial.params) for policy in sets(tmp_path / "mine").values()))
+
+
+@pytest.fixture(scope="module")
+def strangers(cache):
+    """A team whose searcher is larger and reads bytes, while the carrier's tokens are the words of the environment."""
+    policy = byte_policy()
+    policy.save(cache / "bytes")
+    fields = (
+        "env.template=plain", "rollout.prompt_limit=448", "rollout.response_limit=16", "policy.num_key_value_heads=1",
+        "env.max_turns=4",
+    )  # fmt: skip
+    return job_of("env.name=household_team_text", f"roles.searcher.policy={cache / 'bytes'}", *fields, cache=cache)
+
+
+@pytest.mark.slow  # two updates to compile
+def test_roles_of_different_tokenizers_read_and_learn_in_their_own(strangers):
+    before, after, metrics = trained(strangers)
+    e = episodes_of(strangers, strangers.given_params)
+    tokenizers = {name: policy.initial.tokenizer for name, policy in strangers.policies.items()}
+    words, own = tokenizers["carrier"], tokenizers["searcher"]
+    assert strangers.policies["searcher"].model.vocab_size != strangers.policies["carrier"].model.vocab_size
+    for role, tokenizer in enumerate((own, words)):
+        (b, t) = np.argwhere(e.mask & (e.agents == role))[0]
+        text = tokenizer.decode(e.prompts[b, t, : e.prompt_lengths[b, t]])
+        assert strangers.runner.roles[role] in text and ("<|im_start|>" in text) == (tokenizer is own)
+    # What the samplers say of their tokens, the updates say, too, and both learn.
+    assert metrics["logp_difference"] < 1e-4 and metrics["nonfinite_steps"] == 0
+    assert all(np.abs(step(before, after, name)).max() > 0 for name in ("searcher", "carrier"))
+    ended = np.take_along_axis(e.responses, np.maximum(e.response_lengths - 1, 0)[..., None], axis=2)[..., 0]
+    ends = np.where(e.agents == 0, own.eos_token_id, words.eos_token_id)
+    assert metrics["unfinished_share"] == pytest.approx((ended != ends)[e.mask].mean())
+    # Ids of the other's tokens mean nothing, even those that are beyond the vocabulary.
+    _, _, far = trained(
+        strangers, change=lambda e: e.replace(prompts=np.where((e.agents == 1)[..., None], 10**6, e.prompts).astype(np.int32))
+    )
+    assert far["by_role/grad_norm/searcher"] == metrics["by_role/grad_norm/searcher"]
+
+
+@pytest.mark.slow
+def test_what_experts_do_is_told_each_role_in_its_own_tokens(strangers):
+    decisions, _ = demonstrations(strangers, jnp.arange(4))
+    for role, name in enumerate(("searcher", "carrier")):
+        tokenizer = strangers.policies[name].initial.tokenizer
+        for at in np.flatnonzero(np.asarray(decisions.agents) == role):
+            answer = tokenizer.decode(decisions.responses[at, : decisions.response_lengths[at]], skip_special_tokens=True)
+            prompt = tokenizer.decode(decisions.prompts[at, : decisions.prompt_lengths[at]])
+            assert answer.strip() and name in prompt
 
 
 @pytest.mark.slow

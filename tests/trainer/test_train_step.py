@@ -90,7 +90,7 @@ def built(*overrides, devices, roles):
     """(mesh, the iteration's `learn`, its `init`); of an answer that has parts every token is one."""
     config, mesh = load(None, [*SETTINGS, *overrides]), mesh_of(f"data={devices}")
     policy = PolicySetup(SHARED, config, mesh, types.SimpleNamespace(config=MODEL), MODEL)
-    runner = types.SimpleNamespace(roles=roles, answer_parts=(1, 1, 1), switches=switches, end_tokens=ENDS)
+    runner = types.SimpleNamespace(roles=roles, answer_parts=(1, 1, 1), switches=switches, end_tokens=(ENDS,) * len(roles))
     return mesh, *make_train_step(Job(config, mesh, {SHARED: policy}, None, runner))
 
 
