@@ -174,7 +174,7 @@ def ask(url: str, load: Load, core: int | None = None) -> tuple[float, int, list
         os.sched_setaffinity(0, {core})
 
     def client(number: int, api: openai.OpenAI) -> tuple[int, list[float]]:
-        tokens, first, create = 0, [], cast(Any, api.completions.create)
+        tokens, first, create = 0, list[float](), cast(Any, api.completions.create)
         for round in range(load.rounds):
             request = {"model": "served", "prompt": load.ids(number, round), "max_tokens": load.response}
             began, seed = time.perf_counter(), load.clients * round + number

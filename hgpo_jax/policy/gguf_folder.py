@@ -21,7 +21,7 @@ from filelock import FileLock
 from hgpo_jax.policy import huggingface_folder, safetensors_files, weight_names
 from hgpo_jax.policy.gguf_file import GgufFile
 from hgpo_jax.policy.gguf_tokenizer import make_tokenizer
-from hgpo_jax.policy.model_config import MODEL_TYPES, ModelConfig, RopeScaling
+from hgpo_jax.policy.model_config import TEXT_TYPES, ModelConfig, RopeScaling
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.rope import scaled_frequency
 from hgpo_jax.policy.tokenizer import GENERATION
@@ -164,8 +164,8 @@ def _transformers_name(name: str) -> str:
 def read_config(file: GgufFile) -> ModelConfig:
     """Reads the sizes in a file's metadata. Raises ValueError for missing or unsupported ones."""
     kind = file.metadata.get("general.architecture")
-    if kind not in MODEL_TYPES:
-        raise ValueError(f"general.architecture is {kind!r:.50}; {', '.join(MODEL_TYPES)} are supported")
+    if kind not in TEXT_TYPES:
+        raise ValueError(f"general.architecture is {kind!r:.50}; {', '.join(TEXT_TYPES)} are supported")
 
     def get(name: str, *default):
         if f"{kind}.{name}" not in file.metadata and not default:

@@ -51,7 +51,8 @@ NUMBERS = [
 ]
 
 
-MODEL_TYPES = ("qwen2", "qwen3", "llama", "qwen2_5_vl")
+TEXT_TYPES = ("qwen2", "qwen3", "llama")
+MODEL_TYPES = (*TEXT_TYPES, "qwen2_5_vl")
 
 
 @dataclasses.dataclass(frozen=True)
