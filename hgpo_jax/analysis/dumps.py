@@ -15,7 +15,7 @@ from hgpo_jax import advantages
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import ESTIMATORS, Estimate
 from hgpo_jax.config import Config
-from hgpo_jax.config.policies import policy_of_each
+from hgpo_jax.config.policies import config_of, policy_of_each
 from hgpo_jax.learner import methods
 from hgpo_jax.learner.methods import estimator_options
 from hgpo_jax.policy.source import load_tokenizer
@@ -253,10 +253,15 @@ def _tokenizers_of_roles(config: Config, folders: list[Path]) -> tuple[Any, ...]
         return ()
     try:
         policies = policy_of_each(config, role_names(config))
-    except Exception:  # a user's environment may need packages that this machine lacks
-        return ()
+    except Exception as error:  # a user's environment may need packages that this machine lacks
+        if all(role.policy in ("shared", "own") for role in config.roles.values()):
+            return ()  # all policies began with the same tokenizer
+        why = f"says which role reads which tokenizer, and cannot be made: {error}"
+        raise ConfigError(f"env.name={config.env.name}: {why}") from None
     places = {folder.name: str(folder) for folder in reversed(folders)}
-    return tuple(load_tokenizer(places[name], config.cache_dir) for name in policies) if places else ()
+    begins = {name: config_of(config, name).policy for name in policies}  # what is not yet saved is as at the start
+    sources = [places.get(name) or begins[name].tokenizer or begins[name].source for name in policies]
+    return tuple(load_tokenizer(source, config.cache_dir) for source in sources) if all(sources) else ()
 
 
 def read_report(file: Path, e: Episodes) -> dict:

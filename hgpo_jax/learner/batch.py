@@ -107,7 +107,8 @@ def gather_microbatch(
 ) -> tuple[jax.Array, TrainingBatch]:
     """Gathers the decisions in M = `sequences` sequences from number `first_sequence` (i32[]) on.
 
-    Returns: (their indices in `batch`, the micro-batch). Its size is static; unused entries have no response.
+    Returns: (their indices in `batch`, the micro-batch). Its size is static; unused entries have no response and no words: they
+    may be turns of another role, with ids beyond this policy's vocabulary, whose NaN no mask takes out of a gradient.
     """
     shape = batch.sequence_shape()
     size = assignment.sequence.shape[0]
@@ -116,6 +117,8 @@ def gather_microbatch(
     belongs = (at < size) & (sequence < jnp.minimum(first_sequence + sequences, size))
     microbatch = jax.tree.map(lambda a: a[decision], batch)
     microbatch = microbatch.replace(
+        prompts=jnp.where(belongs[:, None], microbatch.prompts, 0),
+        responses=jnp.where(belongs[:, None], microbatch.responses, 0),
         prompt_lengths=jnp.where(belongs, microbatch.prompt_lengths, 1),
         response_lengths=jnp.where(belongs, microbatch.response_lengths, 0),
     )

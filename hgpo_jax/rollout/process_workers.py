@@ -117,7 +117,7 @@ class _Worker:
             if self.process is None:
                 self._spawn()
                 self.read_spec()
-        except (ValueError, OSError) as error:
+        except Exception as error:  # whatever it is, the rollout waits for an answer
             self._stop()
             return RunError(f"{error}; a worker that died or took too long cannot be replaced")
         try:

@@ -24,7 +24,6 @@ from hgpo_jax.utils.errors import one_line
 
 STORE = 2**28  # bytes of the object store of a cluster of our own; answers are small
 STARTS = 3  # of one actor, at most
-DIED = ray.exceptions.RayActorError, ray.exceptions.ObjectLostError
 
 
 def connect() -> None:
@@ -90,8 +89,8 @@ class Actor:
 
     def _died(self) -> bool:
         try:
-            ray.get(self._answer)
-        except DIED:
+            self.receive()
+        except EOFError:
             return True
         return False
 
@@ -99,7 +98,9 @@ class Actor:
         """Returns the answer. Raises EOFError, which says why, if the actor has died."""
         try:
             return ray.get(self._answer)
-        except DIED as error:
+        except ray.exceptions.RayTaskError:  # our own fault
+            raise
+        except ray.exceptions.RayError as error:  # it died, ran out of memory, could not be placed, lost its answer, ...
             raise EOFError(str(error).strip().split("\n")[-1].strip()[:200]) from None
 
     def kill(self) -> None:

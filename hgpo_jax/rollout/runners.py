@@ -263,7 +263,7 @@ class TextRunner:
 
     def _check_constrained(self, name: str) -> None:
         """Raises ConfigError if answers are free, or the environment lists no commands."""
-        if not self.formats[0].template.bare:
+        if not all(form.template.bare for form in self.formats):
             raise ConfigError(
                 "rollout.constrain=admissible: the template asks for a thought, which is free; give env.template=plain"
             )

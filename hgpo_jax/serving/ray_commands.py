@@ -14,7 +14,8 @@ from hgpo_jax.rollout.ray_workers import Actor, connect
 from hgpo_jax.serving.commands import Launcher, command_of
 from hgpo_jax.utils.errors import ConfigError
 
-START = 600.0  # timeout in seconds for an actor to be placed and to import what its commands need
+START = 600.0  # timeout in seconds for an actor to be placed, or to start a command, and to import what commands need
+ANSWER = 60.0  # the least timeout in seconds for an answer of an actor, which itself waits MOMENT for its command
 
 
 class RayLauncher:
@@ -75,7 +76,7 @@ class _Place:
     """
 
     def __init__(self, arguments: tuple, time_limit: float):
-        self._arguments, self._time_limit = arguments, time_limit
+        self._arguments, self._time_limit = arguments, max(time_limit, ANSWER)
         self.ended: Callable[[_Place], None]
         self._actor: Actor | None = Actor(_Commands, *arguments)
 
@@ -90,26 +91,26 @@ class _Place:
             if wrong := self.begin():
                 self.close()
                 raise OSError(errno.ECHILD, wrong)
-        if wrong := self._ask("start", variables):
+        if wrong := self._ask(START, "start", variables):
             raise OSError(errno.ECHILD, wrong)
 
     def wait(self) -> tuple[int | None, int]:
         """Waits a moment, as `commands.Running.wait` does. Raises OSError."""
-        return self._ask("wait")
+        return self._ask(self._time_limit, "wait")
 
     def end(self) -> str:
         """Ends the command, as `commands.Running.end` does."""
         try:
-            return self._ask("end") if self._actor else ""
+            return self._ask(self._time_limit, "end") if self._actor else ""
         except OSError:  # it has ended with its node
             return ""
         finally:
             self.ended(self)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
+    def _ask(self, seconds: float, method: str, *arguments: Any) -> Any:
         assert self._actor is not None
         self._actor.ask(method, *arguments)
-        return self._receive(self._time_limit)
+        return self._receive(seconds)
 
     def _receive(self, seconds: float) -> Any:
         assert self._actor is not None

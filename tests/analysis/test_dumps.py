@@ -12,8 +12,11 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from hgpo_jax import analysis
 from hgpo_jax.advantages import estimate
-from hgpo_jax.analysis import diagnostics, plots
+from hgpo_jax.analysis import diagnostics, dumps, plots
+from hgpo_jax.config import load
+from hgpo_jax.policy.tokenizer import text_tokenizer
 from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.inspected import EXAMPLE, text_run
 from tests.helpers.refusals import refused
 
@@ -293,3 +296,16 @@ def test_estimators_see_groups_of_training_and_the_oracle_all_episodes(dump):
     oracle = diagnostics.oracle_groups(few.episodes.states, few.episodes.mask, few.episodes.groups)
     returns = few.estimate("hgpo").returns
     assert alone["GRPO"] == diagnostics.against_oracle(np.zeros_like(returns), returns, oracle)
+
+
+def test_roles_that_have_not_been_saved_are_read_as_they_began(tmp_path):
+    for name, tokenizer in (("words", text_tokenizer(["go to shelf 1"])), ("bytes", byte_tokenizer())):
+        tokenizer.save_pretrained(tmp_path / name)
+    places = [f"policy.tokenizer={tmp_path / 'words'}", f"roles.searcher.policy={tmp_path / 'bytes'}"]
+    config = load(None, ["env.name=household_team_text", *places])
+    searcher, carrier = dumps._tokenizers_of_roles(config, [])
+    assert len(searcher) == len(byte_tokenizer()) != len(carrier)
+    (saved := tmp_path / "run" / "policy" / "carrier").mkdir(parents=True)
+    byte_tokenizer().save_pretrained(saved)
+    searcher, carrier = dumps._tokenizers_of_roles(config, [saved])
+    assert len(searcher) == len(carrier) == len(byte_tokenizer())

@@ -139,6 +139,16 @@ def moved(params) -> list:
     return jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), params, parameters(0)))
 
 
+def test_words_of_others_mean_nothing_even_those_beyond_the_vocabulary(batch):
+    """As those of a role whose policy has another tokenizer: they stand in unused entries of micro-batches."""
+    count = COUNT - 1  # the last of 3 mini-batches has 5 decisions, and its second micro-batch of 3 an unused entry
+    others = np.isin(np.arange(ROWS), ORDER[count:])[:, None]
+    foreign = batch.replace(prompts=np.where(others, 10**6, batch.prompts), responses=np.where(others, 10**6, batch.responses))
+    expected, actual = run(batch, count=count), run(foreign, count=count)
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert actual[2]["nonfinite_steps"] == 0
+
+
 def test_equals_plain_optax_on_the_plain_loss(off_policy, expected):
     params, _, stats = run(off_policy)
     assert_same(params, expected[0])

@@ -4,6 +4,8 @@ import functools
 import os
 import signal
 import time
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from odd_env import ODD, Counting, Placed, Unreachable, broken, dying
@@ -98,3 +100,16 @@ def test_a_folder_that_the_nodes_have_not_is_refused(started, tmp_path, monkeypa
     monkeypatch.setattr(os, "getcwd", lambda: str(tmp_path / "never"))
     with pytest.raises(ValueError, match=r"^environment: a node of the cluster cannot enter .*never: No such file"):
         started(Counting, "ray:1", 1)
+
+
+@pytest.mark.parametrize("error", ["OutOfMemoryError", "ActorUnschedulableError", "RuntimeEnvSetupError", "ObjectLostError"])
+def test_whatever_an_actor_dies_of_is_its_end(monkeypatch, error):
+    import ray  # only where it is
+
+    from hgpo_jax.rollout.ray_workers import Actor
+
+    kind = getattr(ray.exceptions, error)
+    told = kind("abc", None, "") if error == "ObjectLostError" else kind("abc")
+    monkeypatch.setattr(ray, "get", mock.Mock(side_effect=told))
+    with pytest.raises(EOFError):
+        Actor.receive(SimpleNamespace(_answer=None))

@@ -307,11 +307,6 @@ def test_roles_of_different_tokenizers_read_and_learn_in_their_own(strangers):
     ended = np.take_along_axis(e.responses, np.maximum(e.response_lengths - 1, 0)[..., None], axis=2)[..., 0]
     ends = np.where(e.agents == 0, own.eos_token_id, words.eos_token_id)
     assert metrics["unfinished_share"] == pytest.approx((ended != ends)[e.mask].mean())
-    # Ids of the other's tokens mean nothing, even those that are beyond the vocabulary.
-    _, _, far = trained(
-        strangers, change=lambda e: e.replace(prompts=np.where((e.agents == 1)[..., None], 10**6, e.prompts).astype(np.int32))
-    )
-    assert far["by_role/grad_norm/searcher"] == metrics["by_role/grad_norm/searcher"]
 
 
 @pytest.mark.slow
