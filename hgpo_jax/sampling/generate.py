@@ -139,13 +139,21 @@ def _ascending(values):
 
 
 def _largest_bound(order, enough):
-    """Returns the largest u32[B, 1] for which `enough(order >= bound)`, bool[B, V] -> bool[B, 1], holds; 0 if none does."""
+    """Returns the largest u32[B, 1] for which `enough(order >= bound)`, bool[B, V] -> bool[B, 1], holds; 0 if none does.
+
+    A loop compiles four times as fast on a CPU; inside the loop of a sharded decode program it kept the TPU compiler busy for
+    more than 20 minutes, and its 32 passes one after the other for 12 seconds.
+    """
 
     def try_bit(i, bound):
         higher = bound | (jnp.uint32(1 << 31) >> jnp.uint32(i))
         return jnp.where(enough(order >= higher), higher, bound)
 
-    return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros((*order.shape[:-1], 1), jnp.uint32))
+    def search(order, unroll):
+        return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros((*order.shape[:-1], 1), jnp.uint32), unroll=unroll)
+
+    loop, passes = (functools.partial(search, unroll=unroll) for unroll in (False, True))
+    return jax.lax.platform_dependent(order, cpu=loop, default=passes)
 
 
 def is_end(tokens: jax.Array, end_tokens: tuple[int, ...]) -> jax.Array:
