@@ -56,7 +56,7 @@ def test_answers_and_mishaps_are_those_of_local_workers(started):
 def test_what_dies_or_hangs_is_replaced_and_a_killed_node_costs_its_episodes(started, cluster):
     workers = started(Placed, "ray:4", 4)  # an episode each
     nodes = [play(workers, {n: []}, {n: 2})[n][-1].observation for n in range(4)]
-    assert sorted(map(nodes.count, nodes)) == [2, 2, 2, 2]
+    assert len(set(nodes)) == 2  # how evenly is Ray's affair
     workers._workers[0]._time_limit = 1.0
     outputs = play(workers, {0: ["hang"], 1: ["die"], 2: ["add 1"]}, dict.fromkeys(range(3), 2))
     assert outputs[0][-1] == EnvFailure("no answer in 1 s: action 'hang' in task 2")
@@ -65,14 +65,14 @@ def test_what_dies_or_hangs_is_replaced_and_a_killed_node_costs_its_episodes(sta
     workers._workers[0]._time_limit = 60.0
     nodes = [play(workers, {n: ["add 1"]}, {n: 2})[n][-1].observation for n in range(4)]
 
-    nodes_alive = {node: nodes.count(node) for node in nodes}
     workers.send([(n, 2, ("add 1", "wait")) for n in range(4)])
     time.sleep(0.5)
     cluster[0].remove_node(cluster[1], allow_graceful=False)
     answers = dict(workers.receive(4))
     lost = [n for n, answer in answers.items() if isinstance(answer, EnvFailure)]
     gone = {nodes[n] for n in lost}
-    assert len(gone) == 1 and len(lost) == nodes_alive[gone.pop()]
+    assert len(gone) <= 1  # a replaced worker may have gone to the other node, though it hardly does
+    assert sorted(lost) == [n for n in range(4) if nodes[n] in gone]
     assert {answers[n].reason for n in lost} == {"its worker process died: action 'wait' in task 2"}
     again = [play(workers, {n: ["add 1"]}, {n: 2})[n][-1] for n in range(4)]  # on the node that is left
     assert len({output.observation for output in again}) == 1
