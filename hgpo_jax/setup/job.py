@@ -485,7 +485,7 @@ def check_signals(job: Job) -> None:
         )
     if "signals" in parameters(job.method.estimator)[0] and not names:
         mend = "declare them, as hgpo_jax/rollout/signals.py says"
-        if job.method.estimator == "beacon" and "milestones" in environment(config.env).options:
+        if "milestones" in environment(config.env).options:
             mend = "give env.milestones=true"
         raise ConfigError(
             f"method={config.method}: needs signals, and neither env.name={config.env.name} nor a reward function has any; "
