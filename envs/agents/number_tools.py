@@ -22,6 +22,7 @@ TOOL: Any = {
         "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
     },
 }
+_ = OpenAI(base_url="http://localhost", api_key="none").chat.completions  # imports what a client needs; env.preload shares it
 
 
 def guess(secret: int, name: str, arguments: str) -> tuple[str, bool]:

@@ -17,7 +17,6 @@ from hgpo_jax.advantages import ESTIMATORS, Estimate
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import config_of, policy_of_each
 from hgpo_jax.learner import methods
-from hgpo_jax.learner.methods import estimator_options
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import BLANK, END, PAD
 from hgpo_jax.rollout.backend import role_names
@@ -71,11 +70,7 @@ class Dump:
           hold.
         Raises ValueError as `estimate` does.
         """
-        name, e = name or self.estimator, self.episodes
-        settings = methods.episode_arrays(self.config, e, name) | estimator_options(self.config, name) | options
-        record = advantages.estimate(
-            name, rewards=e.rewards, mask=e.mask, states=e.states, groups=e.groups, invalid=e.invalid, **settings
-        )
+        record = methods.estimate_episodes(self.config, self.episodes, name or self.estimator, **options)
         return jax.tree.map(np.asarray, record)
 
     # -- roles --------------------------------------------------------------------------------------------------

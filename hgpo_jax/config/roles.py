@@ -24,6 +24,11 @@ class RoleConfig(Section):
         "rank of adapters of its own beside pretrained weights; 0: trains the weights themselves; default: lora.rank",
         ge=0,
     )
+    reward: tuple[str, ...] = field(
+        (),
+        "what it learns from instead of the team's reward: the sum of these signals, among which `reward` is the team's, as in "
+        "reward,verdict",
+    )
     lr: float | None = field(None, "learning rate, for a role with weights of its own; default: learner.lr", gt=0)
 
     @pydantic.field_validator("policy")

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.advantages import ESTIMATORS, NO_ROLES_TO_TELL_APART, Estimate, checks, estimate, parameters
 from hgpo_jax.config import Config
 from hgpo_jax.envs import user_code
+from hgpo_jax.rollout.backend import role_names
 from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.rewards import signal_names
 from hgpo_jax.utils.errors import ConfigError, one_line
 from hgpo_jax.utils.untraceable import untraceable
 
@@ -55,6 +59,7 @@ AVAILABLE_ARRAYS = {
     "task": "task",  # the task's type
 }
 
+TEAM_REWARD = "reward"  # its name in `roles.NAME.reward`, beside those of signals
 FIRST_SIGNAL = {"beacon": "milestones", "hbpo": "budget"}  # what an estimator takes the first signal for, by its name
 
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() >= set(parameters(name)[0])} | {
@@ -107,6 +112,34 @@ def episode_arrays(config: Config, e: Episodes, estimator: str) -> dict[str, Any
     if config.advantage.by_role and estimator not in NO_ROLES_TO_TELL_APART:
         arrays["by_role"] = e.agents
     return {array: value for array, value in arrays.items() if value is not None}
+
+
+def estimate_episodes(config: Config, e: Episodes, estimator: str, **others: Any) -> Estimate:
+    """Estimates the advantages of episodes as configured, those of a role's turns from its own reward if it has one.
+
+    others: arrays that episodes do not hold, and options in place of the configured ones.
+
+    `Estimate.stats` are of the team's reward. Raises ValueError as `advantages.estimate` does.
+    """
+    arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid")}
+    arrays |= episode_arrays(config, e, estimator) | estimator_options(config, estimator) | others
+    record = estimate(estimator, **arrays)
+    own = {role: settings.reward for role, settings in config.roles.items() if settings.reward}
+    if not own:
+        return record
+    roles, streams = role_names(config), e.signals_by_name(signal_names(config)) | {TEAM_REWARD: e.rewards}
+    for role, names in own.items():
+        theirs = estimate(estimator, **arrays | {"rewards": sum(streams[name] for name in names)})
+        merged = jax.tree.map(functools.partial(_take, e.agents == roles.index(role)), theirs, record)
+        record = dataclasses.replace(merged, stats=record.stats)
+    return record
+
+
+def _take(steps: jax.Array, own: jax.Array, others: jax.Array) -> jax.Array:
+    """Returns own [B, T, ...] in these steps, bool[B, T], and others elsewhere; others alone if they are not of steps."""
+    if own.shape[:2] != steps.shape:
+        return others
+    return jnp.where(steps.reshape(*steps.shape, *(1,) * (own.ndim - 2)), own, others)
 
 
 def estimator_options(config: Config, estimator: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hgpo_jax.config import Config
 from hgpo_jax.rollout.chat_prompts import load_template
@@ -54,8 +54,14 @@ def _reads_text(source: str) -> bool:
 
 def role_names(config: Config) -> tuple[str, ...]:
     """Returns the role names of the configured environment, which is made to find out. Raises the errors of making it."""
+    env = make_one(config)
+    return roles_of(env) if env else ONE_ROLE
+
+
+def make_one(config: Config) -> Any:
+    """Makes the configured environment, in the form in which it is played; None for agents. Raises the errors of making it."""
     entry = environment(config.env)
     if backend(config) == "compiled":
         assert entry.compiled is not None
-        return roles_of(entry.compiled(config))
-    return roles_of(entry.text(config)[0]()) if entry.text else ONE_ROLE
+        return entry.compiled(config)
+    return entry.text(config)[0]() if entry.text else None

@@ -23,7 +23,7 @@ import numpy as np
 
 from hgpo_jax.config import Config
 from hgpo_jax.envs import user_code
-from hgpo_jax.rollout.backend import backend
+from hgpo_jax.rollout.backend import backend, make_one
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
@@ -59,6 +59,15 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
         _check_compiled(source, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name)))
     return TextReward(user_code.locate(source, user_code.REWARDS), name, declared(function))
+
+
+def signal_names(config: Config) -> tuple[str, ...]:
+    """Returns the names of the signals in `Episodes.signals`, the environment's and then the reward function's.
+
+    Both are made to find out. Raises the errors of making them.
+    """
+    source = config.reward.source
+    return (*declared(make_one(config)), *(declared(reward_function(source)) if source else ()))
 
 
 def _check_compiled(source: str, function: Callable, episodes: Episodes) -> None:

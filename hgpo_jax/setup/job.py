@@ -17,7 +17,7 @@ from hgpo_jax.advantages import parameters
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.loss_table import check_loss_numbers
-from hgpo_jax.learner.methods import FIRST_SIGNAL, Method, check_numbers, method_named
+from hgpo_jax.learner.methods import FIRST_SIGNAL, TEAM_REWARD, Method, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy, lora
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
@@ -494,6 +494,12 @@ def check_signals(job: Job) -> None:
     first = FIRST_SIGNAL.get(job.method.estimator)
     if first and names[0] != first:
         raise ConfigError(f"method={config.method}: the first of the signals {', '.join(names)} must be called {first}")
+    for role, settings in config.roles.items():
+        for name in set(settings.reward) - {*names, TEAM_REWARD}:
+            raise ConfigError(
+                f"roles.{role}.reward={','.join(settings.reward)}: there is no signal {name}; "
+                f"give {', '.join((TEAM_REWARD, *names))}, or some of them"
+            )
     if weights and len(weights) != len(names):
         given = ",".join(map(str, weights))
         raise ConfigError(f"advantage.signal_weights={given}: give one for each signal: {', '.join(names) or 'there is none'}")

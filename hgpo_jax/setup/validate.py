@@ -276,5 +276,8 @@ def _check_role(config: Config, role: str, settings: RoleConfig, shares: bool, c
         name, value = next(iter(settings.model_dump(include={"policy", "lora_rank"}, exclude_defaults=True).items()))
         why = f"method={config.method} has one critic, for a policy that all roles share; leave it out, or take a method "
         refuse(name, value, why + "without a critic")
+    if settings.reward and (critic or "signals" in parameters(method_named(config.method).estimator)[0]):
+        why = "one critic, which learns from the team's reward" if critic else "signals in place of rewards, for all roles"
+        refuse("reward", ",".join(settings.reward), f"method={config.method} has {why}; leave it out")
     if settings.lr is not None and shares:
         refuse("lr", settings.lr, f"it shares its policy, whose rate is learner.lr; give roles.{role}.policy=own, too")

@@ -9,7 +9,7 @@ import jax
 
 from hgpo_jax import advantages
 from hgpo_jax.config import Config
-from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, episode_arrays, estimator_options, method_named, unusable
+from hgpo_jax.learner.methods import AVAILABLE_ARRAYS, estimate_episodes, method_named, unusable
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import RunError
 
@@ -137,10 +137,8 @@ def estimator_fault(config: Config, e: Episodes) -> tuple[str, str]:
     if not AVAILABLE_ARRAYS.keys() >= set(further):
         return "", ""
     e = jax.device_get(e)
-    arrays = {array: getattr(e, array) for array in ("rewards", "mask", "states", "groups", "invalid")}
-    arrays |= episode_arrays(config, e, name)
     try:
-        record = advantages.estimate(name, **arrays, **estimator_options(config, name))
+        record = estimate_episodes(config, e, name)
     except ValueError as error:  # the fault is already in the rewards or the signals
         source = f" or reward.source={config.reward.source}" if config.reward.source else ""
         return str(error), f"mend what env.name={config.env.name}{source} returns"

@@ -21,7 +21,7 @@ from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_values, targets, values_of_episodes
 from hgpo_jax.learner.logprobs import make_logprobs
 from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of, parameters
-from hgpo_jax.learner.methods import episode_arrays, estimator_options
+from hgpo_jax.learner.methods import estimate_episodes
 from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.learner.policy_loss import make_policy_loss
 from hgpo_jax.learner.update import make_map, make_update
@@ -328,15 +328,14 @@ def _estimate(job: Job, e: Episodes, values, final_values) -> advantages.Estimat
     values: f32[N, ...] from the critic, and final_values: f32[B, ...], as `values_of_episodes` returns them.
     """
     name = job.method.estimator
-    batch = {field: getattr(e, field) for field in ("rewards", "mask", "states", "groups", "invalid")}
-    arrays = episode_arrays(job.config, e, name)
+    arrays: dict[str, Any] = {}
     if job.method.parts:
         by_part = jnp.moveaxis(values.reshape(*e.mask.shape, 3), -1, 0)
-        arrays |= dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))
+        arrays = dict(zip(("term_values", "high_values", "low_values"), by_part, strict=True))
         arrays |= {"switches": _planning(job).switches(e), "final_values": final_values[:, 1]}
     elif job.method.critic:
-        arrays |= {"values": values.reshape(e.mask.shape), "final_values": final_values}
-    return advantages.estimate(name, **batch, **arrays, **estimator_options(job.config, name))
+        arrays = {"values": values.reshape(e.mask.shape), "final_values": final_values}
+    return estimate_episodes(job.config, e, name, **arrays)
 
 
 def _planning(job: Job) -> CompiledRunner:
