@@ -54,7 +54,7 @@ def main() -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
     with Heartbeat("preparing the policy"):
-        policy, engine = _load(args)
+        policy, engine, grammars = _load(args)
     try:
         listening = listen(args.host, args.port)
     except (OSError, OverflowError) as error:
@@ -68,7 +68,7 @@ def main() -> None:
         recording = Recording(Path(args.record), config, policy.tokenizer, policy.end_tokens)
         sessions = OpenSessions(args.max_turns, SESSIONS, recording.add)
     try:
-        api = Api(engine, policy.tokenizer, name, key=key, time_limit=args.time_limit, sessions=sessions)
+        api = Api(engine, policy.tokenizer, name, key=key, time_limit=args.time_limit, sessions=sessions, grammars=grammars)
     except ValueError as error:
         raise ConfigError(f"{args.policy}: {error}") from None
     with recording or contextlib.nullcontext(), listening, engine:
@@ -80,14 +80,20 @@ def main() -> None:
         raise RunError("the sampler has failed; what it said is above")
 
 
-def _load(args: argparse.Namespace) -> tuple[Policy, Engine]:
-    """Loads the policy, and makes the engine that samples its answers."""
+def _load(args: argparse.Namespace) -> tuple[Policy, Engine, Any]:
+    """Loads the policy, and makes the engine that samples its answers, and their grammars or why there are none."""
+    from hgpo_jax.serving.grammars import Grammars  # as `Api`
+
     try:
         mesh = make_mesh(args.mesh, jax.devices()[:1] if args.mesh == "data=1" else None)
         policy = load_policy(policy_folder(args.policy), mesh, args.dtype)
         prompt_limit = _prompt_limit(args, policy)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    try:
+        grammars: Any = Grammars(policy.tokenizer, policy.config.vocab_size, policy.end_tokens)
+    except ValueError as error:
+        grammars = str(error)
     engine = Engine(
         policy,
         mesh,
@@ -95,11 +101,12 @@ def _load(args: argparse.Namespace) -> tuple[Policy, Engine]:
         prompt_limit=prompt_limit,
         response_limit=args.response_limit,
         waiting_limit=args.waiting,
+        constrains=isinstance(grammars, Grammars),
         store=args.store * 2**20,
     )
     if args.store and args.store < (smallest := -(-engine.smallest_store // 2**20)):
         raise ConfigError(f"--store {args.store}: the smallest that holds a prompt and its response is {smallest}")
-    return policy, engine
+    return policy, engine, grammars
 
 
 def _serve(name: str, api: Any, engine: Engine, listening: socket.socket) -> None:

@@ -29,6 +29,14 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
 
 
+class WrittenCall(NamedTuple):
+    """How a call of one tool is written: a text, its arguments as JSON, a text. name: the tool's."""
+
+    name: str
+    before: str
+    after: str
+
+
 class CallFormat(abc.ABC):
     """A family's form of tool calls.
 
@@ -38,9 +46,11 @@ class CallFormat(abc.ABC):
     Attributes:
       opening: what a call begins with.
       parameters: name of a tool -> the JSON schema of its parameters.
+      between: what stands between two calls of an answer, for a form that is written as JSON; None: only one can be shown.
     """
 
     opening: ClassVar[re.Pattern[str]]
+    between: ClassVar[str | None] = None
 
     def __init__(self, tools: Sequence[Mapping[str, Any]] = ()):
         functions = [tool.get("function", tool) for tool in tools]
@@ -50,6 +60,10 @@ class CallFormat(abc.ABC):
     @abc.abstractmethod
     def begin(self, name: str) -> str:
         """Returns the beginning of a call of this tool, or of any tool if the name is empty."""
+
+    def written(self, name: str) -> WrittenCall | None:
+        """Returns how a whole call of a tool is written; None for a form whose arguments are no JSON."""
+        return None
 
     @abc.abstractmethod
     def before(self, text: str) -> int:
@@ -117,6 +131,11 @@ class TaggedCalls(CallFormat):
 
 class HermesCalls(TaggedCalls):
     """Calls as Hermes and Qwen write them: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+
+    between = "\n"
+
+    def written(self, name: str) -> WrittenCall:
+        return WrittenCall(name, f"{self.begin(name)} ", f"}}\n{CALL_END}")
 
     def begin(self, name: str) -> str:
         if not name:
@@ -193,6 +212,9 @@ class LlamaCalls(CallFormat):
     _KEYS = ('"name"', '"parameters"', '"arguments"', '"type"')
     _FIELDS = ({"name", "parameters"}, {"name", "arguments"})
     opening = re.compile(rf"\{{\s*(?:{'|'.join(_KEYS)})")
+
+    def written(self, name: str) -> WrittenCall:
+        return WrittenCall(name, f"{self.begin(name)} ", "}")
 
     def begin(self, name: str) -> str:
         if not name:

@@ -7,6 +7,7 @@ the same sets, because a token's probability is that among the allowed ones. A r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,18 @@ BITS = 32
 def words_of(tokens: int) -> int:
     """Returns W, the u32 words that hold a bit for each of so many tokens."""
     return -(-tokens // BITS)
+
+
+class Constraint(Protocol):
+    """What one response may be, computed on the host while it is sampled.
+
+    failure: why that cannot be told any longer, in a line; then only end tokens are allowed. "" otherwise.
+    """
+
+    failure: str
+
+    def next_set(self, sampled: Sequence[int]) -> np.ndarray:
+        """Returns what the token after these may be, u32[W]. Each call has the tokens of the one before, and perhaps more."""
 
 
 class Sequences(struct.PyTreeNode):

@@ -50,7 +50,8 @@ class SlotSampler:
       params: those of the policy.
       keys: [B], the episodes' random keys, or [B, 2] as for `sampling.turn_keys`.
       decoding: None if every request has its own.
-      words: W of the sets of tokens (`constraint.py`), if requests have answers.
+      words: W of the sets of tokens (`constraint.py`), if requests have answers or constraints. While a response with a
+        constraint is sampled, a step is one token, and its program another one.
       slots: maximum number of simultaneous responses, rounded up to a multiple of `programs.shards`.
       prompt_limit: P, tokens of the longest prompt.
       reuse: whether a prompt that begins with what a slot holds is computed from there on (`held_prefixes.py`). Its response is
@@ -169,23 +170,22 @@ class SlotSampler:
     def step(self, most: int = MAX_STEPS) -> list[SlotResponse]:
         """Decodes up to `most` tokens, MAX_STEPS or fewer; returns the responses that have ended."""
         slots = [request for requests in self._requests for request in requests]
+        constrained = any(request and request.constraint for request in slots)
+        if constrained:
+            self._take_first(jax.device_get(self._first))  # what comes next depends on them
         self._state, out = self._programs(
             "decode",
-            self._shape(),
+            self._shape() + ", constrained" * constrained,
             self._params,
             self._blocks,
             self._state,
             np.array([slot is None for slot in slots]),
             self._limits(slots),
-            np.int32(most),
-            self._decodings(slots),
+            np.int32(1 if constrained else most),
+            self._decodings(slots, sets=constrained),
         )
         first, out = jax.device_get((self._first, out))
-        self._first = []
-        for episodes, tokens, logp in first:
-            for i, episode in enumerate(episodes):
-                if episode in self._sampled:  # otherwise it was cancelled, or is padding
-                    self._sampled[episode] = [int(tokens[i])], [float(logp[i])]
+        self._take_first(first)
         self.steps += int(out.counts.max())
         self.busy += float(out.counts.sum()) / len(out.counts)
         responses = []
@@ -202,6 +202,14 @@ class SlotSampler:
                     del self._sampled[request.episode]
                     self._free(shard, slot, tokens)
         return responses
+
+    def _take_first(self, first: list[tuple[list[int], Any, Any]]) -> None:
+        """Begins the record of responses with their first tokens, which are now on the host."""
+        self._first = []
+        for episodes, tokens, logp in first:
+            for i, episode in enumerate(episodes):
+                if episode in self._sampled:  # otherwise it was cancelled, or is padding
+                    self._sampled[episode] = [int(tokens[i])], [float(logp[i])]
 
     def shrink(self, num_slots: int) -> None:
         """Drops free slots that are no longer needed, once the rest is a quarter or less."""
@@ -349,8 +357,12 @@ class SlotSampler:
         most = self._programs.max_new
         return np.array([request.limit if request and request.limit else most for request in requests], np.int32)
 
-    def _decodings(self, requests: list[SlotRequest | None]) -> Decoding:
-        """Returns the distribution for all requests, or arrays [n] with each one's."""
+    def _decodings(self, requests: list[SlotRequest | None], *, sets: bool = True) -> Decoding:
+        """Returns the distribution for all requests, or arrays [n] with each one's.
+
+        sets: whether to say what tokens each one's next may be, if the sampler has constraints. First tokens always have sets:
+        one more number in a prompt's program costs nothing, other programs would have to be compiled.
+        """
         if self._decoding is not None:
             if not self._words:
                 return self._decoding
@@ -362,4 +374,13 @@ class SlotSampler:
             top_k=np.array([one.top_k for one in each], np.int32),
             top_p=np.array([one.top_p for one in each], np.float32),
             min_new=np.array([one.min_new for one in each], np.int32),
+            allowed=self._sets(requests) if sets and self._words else None,
         )
+
+    def _sets(self, requests: list[SlotRequest | None]) -> np.ndarray:
+        """Returns what the next token of each request may be, u32[n, W]; an empty set allows everything."""
+        sets = np.zeros((len(requests), self._words), np.uint32)
+        for row, request in zip(sets, requests, strict=True):
+            if request and request.constraint:
+                row[:] = request.constraint.next_set(self._sampled[request.episode][0])
+        return sets

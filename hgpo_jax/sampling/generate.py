@@ -56,6 +56,7 @@ class Decoding(struct.PyTreeNode):
     top_p: among these, only the most likely ones that together reach this probability (Holtzman et al., arXiv 1904.09751).
     min_new: no response ends before this many tokens.
     answers: what the responses may be; None: anything.
+    allowed: u32[B, W], what the next token alone may be (`constraint.py`); None: anything.
     """
 
     temperature: jax.typing.ArrayLike = 1.0
@@ -63,6 +64,7 @@ class Decoding(struct.PyTreeNode):
     top_p: jax.typing.ArrayLike = 1.0
     min_new: jax.typing.ArrayLike = 0
     answers: Sequences | None = None
+    allowed: jax.typing.ArrayLike | None = None
 
 
 def published_decoding(

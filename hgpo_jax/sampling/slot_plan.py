@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hgpo_jax.sampling.constraint import Constraint
 from hgpo_jax.sampling.generate import Decoding, well_filled
 from hgpo_jax.sampling.held_prefixes import HeldPrefixes, Match, common_length
 
@@ -23,6 +24,7 @@ class SlotRequest(NamedTuple):
     limit: int | None = None  # tokens of the longest response; None: as many as there is room for
     decoding: Decoding | None = None  # scalars, for a sampler without a common one
     answers: Sequence[Sequence[int]] = ()  # what the response may be, with its end token; (): anything
+    constraint: Constraint | None = None  # the same, for a sampler without a common decoding; None: anything
 
 
 class Shapes(NamedTuple):

@@ -140,7 +140,7 @@ def _sample(model, hidden, keys, i, answer, end_tokens, decoding):
     """Samples token number i32[S] of each response: (tokens i32[S], log-probabilities f32[S], `SlotState.answer`)."""
     answers = decoding.answers
     if answers is None:
-        return *sample_next(model, hidden, keys, i, end_tokens=end_tokens, decoding=decoding), answer
+        return *sample_next(model, hidden, keys, i, decoding.allowed, end_tokens=end_tokens, decoding=decoding), answer
     sampled = answers.numbered(answer)
     allowed = answers.next_tokens(sampled, i)
     token, logp = sample_next(model, hidden, keys, i, allowed, end_tokens=end_tokens, decoding=decoding)

@@ -61,6 +61,9 @@ from hgpo_jax.utils.errors import ConfigError, RunError
 
 log = logging.getLogger(__name__)
 
+# Its log-probabilities are of other distributions than the learner's, who would need a set of tokens for each one sampled: at a
+# vocabulary of 49,152 that is 6 KiB.
+NOT_LEARNED = "what constrains an answer is not learned from; describe the JSON in the prompt, or make it a tool"
 ANSWER_LIMIT = 3600.0  # timeout of a request in seconds, most of which it may wait for a slot
 
 
@@ -136,7 +139,16 @@ class AgentRunner:
             store=self._store,
             programs=self._programs,
         )
-        api = Api(engine, self._tokenizer, "", key="", time_limit=ANSWER_LIMIT, sessions=Sessions(sessions), frame=self._frame)
+        api = Api(
+            engine,
+            self._tokenizer,
+            "",
+            key="",
+            time_limit=ANSWER_LIMIT,
+            sessions=Sessions(sessions),
+            grammars=NOT_LEARNED,
+            frame=self._frame,
+        )
         self._launcher.revive()
         with engine, served(api, self._launcher.host) as url, Commands(self._launcher, self._time_limit) as commands:
             play = functools.partial(_play, commands, url, split, engine)
@@ -196,6 +208,8 @@ def _play(commands: Commands, url: str, split: str, engine, session, task: int) 
     failure = commands.run(session, variables_of(url, session, task, split))
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
+    if session.refused:  # no fault of the policy's
+        return Failure(INFRASTRUCTURE, session.refused)
     if not session.turns and session.overflowed:
         return Failure(CONTEXT, "its first prompt is longer than rollout.prompt_limit")
     if not session.turns:

@@ -16,6 +16,7 @@ from hgpo_jax.serving.exchange import Exchange, Piece
 from hgpo_jax.serving.requests import (
     ApiError,
     Conversation,
+    JsonSchema,
     OpenBody,
     SamplingBody,
     SamplingRequest,
@@ -24,6 +25,7 @@ from hgpo_jax.serving.requests import (
     function_tool,
     or_text,
     parse,
+    strict_tools,
 )
 
 # The `type` of an error by its status; of others `api_error` from 500 on, else `invalid_request_error`.
@@ -103,6 +105,7 @@ class Tool(OpenBody):
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
+    strict: bool = False
 
 
 class ToolChoice(OpenBody):
@@ -125,8 +128,18 @@ class ThinkingSwitch(OpenBody):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
+class OutputFormat(JsonSchema):
+    type: Literal["json_schema"]
+
+
+class OutputConfig(OpenBody):
+    """What an answer must be; its effort is ignored."""
+
+    format: OutputFormat | None = None
+
+
 class MessagesBody(SamplingBody):
-    """A request's body. output_config: its effort is ignored, and its format is refused."""
+    """A request's body."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int = Field(ge=1)
@@ -135,7 +148,7 @@ class MessagesBody(SamplingBody):
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingSwitch | None = None
-    output_config: OpenBody = OpenBody()
+    output_config: OutputConfig = OutputConfig()
 
     def request(self) -> SamplingRequest:
         """Translates the body."""
@@ -146,8 +159,10 @@ class MessagesBody(SamplingBody):
             [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
             {"any": "", "tool": self.tool_choice.name}.get(self.tool_choice.type),
             None if self.thinking is None else self.thinking.type != "disabled",
+            strict_tools(self.tools),
         )
         request = self.sampling(conversation, self.max_tokens, self.stop_sequences)
+        request.schema = self.output_config.format.json_schema if self.output_config.format else None
         request.parallel_calls = not self.tool_choice.disable_parallel_tool_use
         return request
 
@@ -162,6 +177,7 @@ class Messages(Dialect):
     """Anthropic's messages."""
 
     limit_field, thinking_field = "max_tokens", "thinking"
+    schema_field, strict_field = "output_config.format", "tools.strict"
 
     def __init__(self, body: bytes | bytearray):
         self.request = parse(MessagesBody, body).request()

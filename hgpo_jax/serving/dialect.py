@@ -13,11 +13,14 @@ from hgpo_jax.serving.requests import ApiError, SamplingRequest
 class Dialect(Protocol):
     """One request in a dialect's words, and its answer.
 
-    limit_field, thinking_field: its names for the length of an answer and for the chat template's switch for thoughts.
+    limit_field, thinking_field, schema_field, strict_field: its names for the length of an answer, for the chat template's
+      switch for thoughts, for the JSON that an answer must be, and for tools whose calls obey their schemas.
     """
 
     limit_field: str
     thinking_field: str
+    schema_field: str
+    strict_field: str
     request: SamplingRequest
 
     def __init__(self, body: bytes | bytearray):

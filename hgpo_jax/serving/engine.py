@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hgpo_jax.policy import Policy
+from hgpo_jax.sampling.constraint import Constraint, words_of
 from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.sampling.slot_plan import SlotRequest
@@ -29,6 +30,18 @@ STEPS = 8
 # Freed slots wait this long for further requests: a share of the step's time, but at most MAX_GATHER seconds. A program that
 # has its answer often asks again at once; if the next step has begun by then, it waits while its slot is idle.
 GATHER, MAX_GATHER = 0.1, 0.05
+
+
+class _Anything(Constraint):
+    """A constraint that allows everything, with which programs for constraints are compiled."""
+
+    failure = ""
+
+    def __init__(self, words: int):
+        self._set = np.zeros(words, np.uint32)
+
+    def next_set(self, sampled: Sequence[int]) -> np.ndarray:
+        return self._set
 
 
 class Progress(NamedTuple):
@@ -48,6 +61,7 @@ class Generation:
     limit: tokens of the longest response, at least one and at most the engine's response_limit.
     seed, number: the same two with the same prompt, decoding and weights give the same response; the number distinguishes
       several responses to one prompt, or the turns of an episode. seed: a number below 2**32, or a random key's data, u32[2].
+    constraint: what the response may be, for an engine that constrains; None: anything.
     tell: called in the engine's thread after every step that sampled something, the last time with `ended`.
     """
 
@@ -57,6 +71,7 @@ class Generation:
     seed: int | np.ndarray
     number: int
     tell: Callable[[Progress], None]
+    constraint: Constraint | None = None
     reported_tokens: int = 0
 
 
@@ -82,6 +97,7 @@ class Engine:
       slots: responses at a time, rounded up to a multiple of the mesh's parts.
       prompt_limit, response_limit: tokens.
       waiting_limit: maximum responses that wait for a slot.
+      constrains: whether generations may have constraints.
       store: bytes to keep what ended responses have read when others take their slots.
       programs: compiled programs of the policy's network with this response_limit, to be reused.
 
@@ -101,6 +117,7 @@ class Engine:
         prompt_limit: int,
         response_limit: int,
         waiting_limit: int,
+        constrains: bool = False,
         store: int = 0,
         programs: SlotPrograms | None = None,
     ):
@@ -115,9 +132,9 @@ class Engine:
             seats = -(-slots // programs.shards) * programs.shards
             self._keys = np.tile(_key_data(0), (seats, 1))
             keys = _as_keys(self._keys.copy())
-            self._sampler = SlotSampler(
-                programs, policy.params, keys, None, slots=slots, prompt_limit=prompt_limit, reuse=True, store=store
-            )
+            self._words = words_of(self.vocabulary) if constrains else 0
+            limits = {"slots": slots, "prompt_limit": prompt_limit, "store": store}
+            self._sampler = SlotSampler(programs, policy.params, keys, None, words=self._words, reuse=True, **limits)
         self._change = threading.Condition()  # guards the fields below
         self._waiting: deque[Generation] = deque()
         self._cancelled: set[Generation] = set()
@@ -159,16 +176,15 @@ class Engine:
         if rest:
             earlier = ids[:, : length - rest + 1].copy()
             earlier[:, -1] = (earlier[:, -1] + 1) % self.vocabulary  # so it is not continued in its own slot
-            self._sample_two_tokens(earlier.tolist(), responses)
+            self._sample_two_tokens(earlier.tolist(), responses, _Anything(self._words) if self._words else None)
         self._sample_two_tokens(ids.tolist(), responses)
         self._sampler.prompt_tokens = self._sampler.reused_tokens = 0  # clients' alone count
 
-    def _sample_two_tokens(self, prompts: Sequence[list[int]], responses: int) -> None:
+    def _sample_two_tokens(self, prompts: Sequence[list[int]], responses: int, constraint: Constraint | None = None) -> None:
         reports: queue.Queue[Progress] = queue.Queue()
         limit = min(2, self.response_limit)
-        self.submit(
-            [Generation(ids, limit, Decoding(), 0, number, reports.put) for ids in prompts for number in range(responses)]
-        )
+        choices = [(ids, number) for ids in prompts for number in range(responses)]
+        self.submit([Generation(ids, limit, Decoding(), 0, number, reports.put, constraint) for ids, number in choices])
         for _ in range(len(prompts) * responses):
             while not (progress := reports.get()).ended:
                 pass
@@ -269,7 +285,7 @@ class Engine:
             # Equal prompts are shared by separate calls of `add`, so that few shapes are compiled.
             by_prompt: dict[tuple[int, ...], list[SlotRequest]] = {}
             for seat, g in new.items():
-                request = SlotRequest(seat, g.number, g.ids, g.limit, g.decoding)
+                request = SlotRequest(seat, g.number, g.ids, g.limit, g.decoding, constraint=g.constraint)
                 by_prompt.setdefault(tuple(g.ids), []).append(request)
             self._sampler.add([same[0] for same in by_prompt.values() if len(same) == 1])
             for same in by_prompt.values():
@@ -290,4 +306,5 @@ class Engine:
             else:
                 tokens, logp = self._sampler.so_far(seat)
             start, generation.reported_tokens = generation.reported_tokens, len(tokens)
-            generation.tell(Progress(tokens[start:], logp[start:], seat in ended))
+            error = generation.constraint.failure if generation.constraint and seat in ended else ""
+            generation.tell(Progress(tokens[start:], logp[start:], seat in ended, error))

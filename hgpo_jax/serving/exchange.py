@@ -9,12 +9,14 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from hgpo_jax.policy.answers import AnswerParser, Call, TextStream, split_thought
+from hgpo_jax.policy.call_formats import THINK, THINK_END
+from hgpo_jax.sampling.constraint import Constraint
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
 from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest
@@ -26,13 +28,16 @@ class ServedPrompt(NamedTuple):
     """A prompt's ids.
 
     beginning: the beginning of the answer that stands at their end, that of a call or of a thought. parser: that of the
-    answers. parent: `Turn.parent`.
+    answers. parent: `Turn.parent`. constraints: what each answer must be; none: anything. is_json: whether the answers are
+    JSON, so that clients see no thought before it.
     """
 
     ids: list[int]
     beginning: str = ""
     parser: AnswerParser = AnswerParser()
     parent: int | None = None
+    constraints: Sequence[Constraint | None] = ()
+    is_json: bool = False
 
 
 @dataclasses.dataclass
@@ -64,12 +69,12 @@ class _Response:
         piece = Piece(self.whole.index, tokens=progress.tokens[:count], logp=progress.logp[:count])
         self.text += more
         text, parser = self._prompt.beginning + self.text, self._prompt.parser
-        content = text[: parser.settled(text)]
+        content = self._shown(text[: parser.settled(text)])
         if self.stream.stopped or progress.ended:
             stopped = self.stream.stopped or (piece.tokens and piece.tokens[-1] in end_tokens)
             piece.finish_reason = "stop" if stopped else "length"
             answer = parser.parse(text, complete=bool(stopped))
-            content, piece.calls = answer.content, list(answer.calls[: self._calls])
+            content, piece.calls = self._shown(answer.content), list(answer.calls[: self._calls])
             self.whole.stopped = piece.stopped = self.stream.stopped
         piece.text = content[len(self.whole.text) :]
         self.whole.text += piece.text
@@ -77,6 +82,12 @@ class _Response:
         self.whole.logp += piece.logp
         self.whole.calls, self.whole.finish_reason = piece.calls, piece.finish_reason
         return piece
+
+    def _shown(self, content: str) -> str:
+        """Returns what clients see of an answer's content, or of its beginning."""
+        if not self._prompt.is_json or not (content.startswith(THINK) or THINK.startswith(content)):
+            return content
+        return content.partition(THINK_END)[2].lstrip()
 
 
 class Exchange:
@@ -120,9 +131,10 @@ class Exchange:
             _Response(index, prompt, TextStream(texts.decode, request.stop), request.parallel_calls)
             for index in range(request.n)
         ]
+        constraints = prompt.constraints or [None] * request.n
         self._generations = [
-            Generation(prompt.ids, limit, decoding, seed, first + index, functools.partial(self._tell, index))
-            for index in range(request.n)
+            Generation(prompt.ids, limit, decoding, seed, first + index, functools.partial(self._tell, index), constraint)
+            for index, constraint in enumerate(constraints)
         ]
 
     def _tell(self, index: int, progress: Progress) -> None:

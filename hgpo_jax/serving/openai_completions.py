@@ -18,6 +18,7 @@ from hgpo_jax.serving.requests import (
     ApiError,
     CalledFunction,
     Conversation,
+    JsonSchema,
     OpenBody,
     SamplingBody,
     SamplingRequest,
@@ -26,6 +27,7 @@ from hgpo_jax.serving.requests import (
     function_tool,
     or_text,
     parse,
+    strict_tools,
 )
 
 
@@ -37,11 +39,12 @@ class Part(OpenBody):
 
 
 class Function(OpenBody):
-    """A tool's function, as the chat template shows it. The arguments of an answer may violate the parameters."""
+    """A tool's function, as the chat template shows it. The arguments of a call obey the parameters if it is strict."""
 
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool = False
 
 
 class Tool(OpenBody):
@@ -50,9 +53,10 @@ class Tool(OpenBody):
 
 
 class ResponseFormat(OpenBody):
-    """The response format. json_object is not enforced: an answer that is not an object has a `warning` beside it."""
+    """The response format. Where json_object cannot be enforced, an answer that is not an object has a `warning` beside it."""
 
-    type: Literal["text", "json_object"]
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema = JsonSchema()
 
 
 class TemplateOptions(OpenBody):
@@ -135,10 +139,13 @@ class ChatBody(CompletionBody):
             [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
             call,
             self.chat_template_kwargs.thinking,
+            strict_tools(tool.function for tool in self.tools),
         )
         request = self.sampling(conversation, self.max_completion_tokens or self.max_tokens, self.stop)
         request.n, request.parallel_calls = self.n, self.parallel_tool_calls
         request.json_object = self.response_format is not None and self.response_format.type == "json_object"
+        if self.response_format is not None and self.response_format.type == "json_schema":
+            request.schema = self.response_format.json_schema.json_schema
         return request
 
 
@@ -164,6 +171,7 @@ class ChatCompletions(Dialect):
     body: type[ChatBody] | type[TextBody] = ChatBody
     prefix, whole_name, streamed_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
     limit_field, thinking_field = "max_tokens", "chat_template_kwargs"
+    schema_field, strict_field = "response_format", "tools.function.strict"
 
     def __init__(self, body: bytes | bytearray):
         self._body: Any = parse(self.body, body)

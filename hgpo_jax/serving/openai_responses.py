@@ -19,6 +19,7 @@ from hgpo_jax.serving.requests import (
     ApiError,
     CalledFunction,
     Conversation,
+    JsonSchema,
     OpenBody,
     SamplingBody,
     SamplingRequest,
@@ -27,6 +28,7 @@ from hgpo_jax.serving.requests import (
     function_tool,
     or_text,
     parse,
+    strict_tools,
 )
 
 LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
@@ -80,6 +82,7 @@ class Tool(OpenBody):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool = False
 
 
 class ChosenTool(OpenBody):
@@ -87,10 +90,10 @@ class ChosenTool(OpenBody):
     name: str
 
 
-class TextFormat(OpenBody):
+class TextFormat(JsonSchema):
     """As `response_format` of OpenAI's chat completions."""
 
-    type: Literal["text", "json_object"] = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
 
 
 class TextOptions(OpenBody):
@@ -139,9 +142,12 @@ class ResponsesBody(SamplingBody):
             [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
             call,
             self.chat_template_kwargs.thinking,
+            strict_tools(self.tools),
         )
         request = self.sampling(conversation, self.max_output_tokens, self.stop)
         request.parallel_calls, request.json_object = self.parallel_tool_calls, self.text.format.type == "json_object"
+        if self.text.format.type == "json_schema":
+            request.schema = self.text.format.json_schema
         return request
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -166,6 +172,7 @@ class Responses(Dialect):
     """OpenAI's responses."""
 
     limit_field, thinking_field = "max_output_tokens", "chat_template_kwargs"
+    schema_field, strict_field = "text.format", "tools.strict"
 
     def __init__(self, body: bytes | bytearray):
         self._body = parse(ResponsesBody, body)

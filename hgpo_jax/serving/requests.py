@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeVar
 
 import pydantic
@@ -69,12 +69,14 @@ class Conversation:
 
     messages, tools: as a chat template takes them. call: the tool that the answer must call, "" for any; None if it need not.
     thinking: whether the answer begins with a thought, if the chat template has a switch for it; None: the template's default.
+    strict: the tools whose arguments must be what their schemas say.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     call: str | None = None
     thinking: bool | None = None
+    strict: frozenset[str] = frozenset()
 
     def __post_init__(self):
         """Raises ApiError for a tool that is to be called and is not there."""
@@ -97,8 +99,8 @@ class SamplingRequest:
     """A client's request for n responses to one prompt, in whatever dialect.
 
     decoding: those of temperature, top_p and top_k that it names. limit: tokens of the longest response. parallel_calls:
-    whether an answer may call several tools. json_object: whether an answer should be a JSON object. ignored: the fields
-    without an effect.
+    whether an answer may call several tools. json_object: whether an answer should be a JSON object. schema: of the JSON that
+    it must be; None: it need not. ignored: the fields without an effect.
     """
 
     model: str
@@ -110,6 +112,7 @@ class SamplingRequest:
     seed: int | None = None
     parallel_calls: bool = True
     json_object: bool = False
+    schema: dict[str, Any] | None = None
     stream: bool = False
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     ignored: list[str] = dataclasses.field(default_factory=list)
@@ -176,6 +179,15 @@ class SamplingBody(OpenBody):
         return SamplingRequest(prompt=prompt, decoding=decoding, limit=limit, stop=stop, ignored=self.ignored(), **same)
 
 
+class JsonSchema(OpenBody):
+    """A schema for an answer. name, description, strict: without an effect, since every schema is enforced."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: dict[str, Any] = Field(default_factory=lambda: {"type": "object"}, alias="schema")
+
+
 class CalledFunction(OpenBody):
     """A call in an earlier answer, in OpenAI's words."""
 
@@ -197,6 +209,11 @@ def function_tool(name: str, description: str | None, parameters: dict[str, Any]
     """Builds a tool as a chat template takes it."""
     function = {"name": name, "description": description, "parameters": parameters}
     return {"type": "function", "function": {field: value for field, value in function.items() if value is not None}}
+
+
+def strict_tools(tools: Iterable[Any]) -> frozenset[str]:
+    """Returns the names of the tools of a body that are strict."""
+    return frozenset(tool.name for tool in tools if tool.strict)
 
 
 def function_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -129,6 +129,7 @@ class Session:
       success: the value posted at its end, None if there was none; False before, and for a lost session.
       state: the program's state after its last turn, if it reported one.
       ended: whether its last reward has been posted. spent: whether it has asked for more than its maximum turns.
+      refused: why a request for what cannot be enforced was refused, "" if none was.
       overflowed: whether its last request exceeded the longest prompt. lost: whether its program failed.
       sampling: the number of turns that are being sampled.
     """
@@ -144,7 +145,7 @@ class Session:
         self.name, self.task, self.decoding, self.seed, self.max_turns = name, task, decoding, seed, max_turns
         self.turns: list[Turn] = []
         self.state, self.ended, self.spent, self.overflowed, self.lost = "", False, False, False, False
-        self.sampling = 0
+        self.sampling, self.refused = 0, ""
         self._success: bool | None = None
         self._in_line: list[_Waiting] = []  # in order of arrival
         self._moved_on: set[str] = set()  # names of branches with a new request since their last turn

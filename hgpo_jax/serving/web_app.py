@@ -31,11 +31,13 @@ from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
+from hgpo_jax.serving.answer_forms import form_of
 from hgpo_jax.serving.anthropic_messages import CountBody, Messages
 from hgpo_jax.serving.branches import parent_of, path, prompt_ids
 from hgpo_jax.serving.dialect import Dialect
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
+from hgpo_jax.serving.grammars import INSTALL, Grammars
 from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions
 from hgpo_jax.serving.openai_responses import Responses
 from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest, parse
@@ -64,6 +66,7 @@ class Api:
       tokenizer: the policy's.
       key: clients must send it; none if empty.
       sessions: those to record; `Sessions` have keys of their own, instead of `key`. None: none.
+      grammars: those of constrained answers, for an engine that constrains; or why there are none.
       frame: the frame of the tokenizer's chat template; by default unchanged, with today's date.
       time_limit: timeout in seconds until a request's last token.
     """
@@ -77,9 +80,10 @@ class Api:
         key: str,
         time_limit: float,
         sessions: Sessions | OpenSessions | None = None,
+        grammars: Grammars | str = INSTALL,
         frame: ChatFrame | None = None,
     ):
-        self._engine, self._model, self._sessions = engine, model, sessions
+        self._engine, self._model, self._sessions, self._grammars = engine, model, sessions, grammars
         self._allows: Callable[[str], bool] | None = functools.partial(_equal, key) if key else None
         if isinstance(sessions, Sessions):
             self._allows = sessions.allows
@@ -190,12 +194,13 @@ class Api:
         name = place.branch_id or ""
         async with session.in_line(self._time_limit, name) if session else contextlib.nullcontext():
             prompt = await self._prompt(sampling, session, name)
+            prompt = await asyncio.to_thread(self._constrained, dialect, prompt, session)
             turn = _turn(request, sampling, session, prompt, place) if session else None
             # Rejections come before a stream begins.
             with Exchange(
                 self._engine, self._texts, sampling, prompt, self._usual, self._time_limit, session, turn
             ) as exchange:
-                headers = self._headers(dialect, session)
+                headers = self._headers(dialect, prompt, session)
                 if sampling.stream:
                     events = self._events(dialect, exchange)
                     response: Response = StreamingResponse(events, headers=headers, media_type="text/event-stream")
@@ -258,7 +263,24 @@ class Api:
         ids = self._texts.prompt(prompt) if isinstance(prompt, str) else prompt
         return ServedPrompt(ids, parent=parent_of(self._texts, Conversation([]), turns, branch))
 
-    def _headers(self, dialect: Dialect, session: Session | None) -> dict[str, str]:
+    def _constrained(self, dialect: Dialect, prompt: ServedPrompt, session: Session | None) -> ServedPrompt:
+        """Returns a prompt with the constraints of its answers. Raises ApiError for a schema that cannot be enforced."""
+        request, field = dialect.request, dialect.schema_field
+        try:
+            if isinstance(self._grammars, str):
+                if request.schema is not None:
+                    raise ValueError(f"{field}: {self._grammars}")
+                return prompt
+            if form := form_of(request, self._texts, field):
+                constraints = [self._grammars.constraint(form) for _ in range(request.n)]
+                return prompt._replace(constraints=constraints, is_json=form.json is not None)
+        except ValueError as error:
+            if session:
+                session.refused = str(error)
+            raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else field) from None
+        return prompt
+
+    def _headers(self, dialect: Dialect, prompt: ServedPrompt, session: Session | None) -> dict[str, str]:
         """Returns an answer's headers, which tell what is ignored; new names are also logged."""
         sampling, most = dialect.request, self._engine.response_limit
         ignored = list(sampling.ignored)
@@ -266,6 +288,8 @@ class Api:
             ignored.append(dialect.limit_field)
         if isinstance(sampling.prompt, Conversation) and sampling.prompt.thinking is not None and not self._texts.has_switch:
             ignored.append(dialect.thinking_field)
+        if isinstance(sampling.prompt, Conversation) and sampling.prompt.strict and not prompt.constraints:
+            ignored.append(dialect.strict_field)
         if session and session.decoding:
             ignored += sorted([*sampling.decoding, *(["seed"] if sampling.seed is not None else [])])
         for name in ignored:

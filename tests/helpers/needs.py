@@ -22,6 +22,7 @@ NEEDS = {
     "chromium": lambda: shutil.which("chromium") is not None,
     "data": DATA.exists,
     "gpu-compiler": _installed("jax_cuda12_plugin"),
+    "grammar": _installed("llguidance"),
     "libtpu": _installed("libtpu"),
     "math-verify": _installed("math_verify"),
     "notebooks": _installed("nbclient", "ipykernel", "ipywidgets"),

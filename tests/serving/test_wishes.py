@@ -94,7 +94,7 @@ def part(kind, **more):
         ({"functions": [{}]}, "functions: "), ({"guided_json": {}}, "guided_json: "),
         ({"modalities": ["text", "audio"]}, "modalities: "),
         ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "x"}}, *HELLO]}, "function_call: "),
-        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format.type: Input should be"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format: needs the package llguidance"),
         ({"tool_choice": "some"}, "tool_choice: Input should be 'auto', "),
         (part("image_url", image_url={"url": "data:"}), "messages.0.content.1.type: Input should be 'text'"),
         (part("text"), "messages.0.content.1.text: Field required"),
