@@ -18,7 +18,7 @@ from hgpo_jax.utils.errors import one_line
 
 MAX_CHARACTERS, MAX_DEPTH = 2**16, 100  # of a schema, written as JSON
 # Blanks are bounded, so that no answer is an endless line of them. oneOf is read as anyOf.
-_STYLE = {"whitespace_pattern": r"\n?[ \t]{0,32}", "coerce_one_of": True}
+_STYLE = {"whitespace_pattern": r"\n?[ \t]{0,16}", "coerce_one_of": True}
 _ANY = "/(?s:.*)/"
 _OBJECT = {"type": "object"}
 _WORDS = re.compile(r'"[^"]*"|[{}\[\]:,]|\s+|[^"{}\[\]:,\s]+')
@@ -74,7 +74,7 @@ class AnswerForm:
         yield from self.arguments.values()
 
     def lark(self, special: Mapping[str, int]) -> str:
-        """Writes the grammar. special: token -> the id of each special token, which no text spells."""
+        """Writes the grammar. special: token -> the id of each token that no text of the grammar spells."""
         if self.begun is not None:
             answer = "rest"
         elif self.json:
@@ -82,12 +82,12 @@ class AnswerForm:
         else:
             answer = "text | past_call rest"
         thought = {"none": "", "begun": "past_thought /\\s*/", "possible": f"({_written(THINK, special)} past_thought /\\s*/)?"}
-        rules = [f"start: {thought[self.thought]} answer", f"answer: {answer}", _past("past_thought", THINK_END, special)]
+        rules = [f"start: {thought[self.thought]} answer", f"answer: {answer}"]
+        rules += [] if self.thought == "none" else _past("past_thought", THINK_END, special)
         rules += [f"json: {self.json.lark}"] if self.json else []
         if "text" in answer:
-            free = f"/(?s:.*)/ & ~/{THINK}(?s:.*)/" if self.thought == "possible" and THINK not in special else _ANY
-            rules += [_past("past_call", CALL, special, "FREE"), f"text: {'FREE' if CALL in special else 'TEXT'}"]
-            rules += [f"FREE: {free}", f"TEXT: FREE & ~/(?s:.*){CALL}(?s:.*)/"]
+            free = f"{_ANY} & ~/{THINK}(?s:.*)/" if self.thought == "possible" and THINK not in special else _ANY
+            rules += [*_past("past_call", CALL, special, free), f"text: TEXT\nTEXT: {free} & ~{_with(CALL)}"]
         return "\n".join([*rules, *self._call_rules(special)])
 
     def _call_rules(self, special: Mapping[str, int]) -> list[str]:
@@ -157,6 +157,15 @@ def _in_words(text: str, special: Mapping[str, int]) -> str:
     return " ".join(_written(word, special) for word in _WORDS.findall(text))
 
 
-def _past(name: str, tag: str, special: Mapping[str, int], text: str = _ANY) -> str:
-    """Writes a rule for a text up to the first such tag, and the tag. text: a terminal that it matches."""
-    return f"{name}: {text} <[{special[tag]}]>" if tag in special else f"{name}[suffix={json.dumps(tag)}]: {text}"
+def _with(tag: str) -> str:
+    """Writes a terminal for all texts that spell a tag."""
+    return f"/(?s:.*){tag.replace('/', chr(92) + '/')}(?s:.*)/"
+
+
+def _past(name: str, tag: str, special: Mapping[str, int], text: str = _ANY) -> list[str]:
+    """Writes the rules for a text up to the first such tag, and the tag, as a token or spelled. text: what else it must be."""
+    spelled, before = f"{name}_spelled", f"BEFORE_{name.upper()}"
+    rules = [f"{spelled}[suffix={json.dumps(tag)}]: {before}_SPELLED", f"{before}_SPELLED: {text}"]
+    if tag not in special:
+        return [f"{name}: {spelled}", *rules]
+    return [f"{name}: {spelled} | {before} <[{special[tag]}]>", *rules, f"{before}: {text} & ~{_with(tag)}"]

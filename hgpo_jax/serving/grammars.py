@@ -44,7 +44,6 @@ class Grammars:
             raise ValueError(INSTALL) from None
         self._matcher, self._limits = llguidance.LLMatcher, llguidance.LLParserLimits(verbose_errors=False)
         added = tokenizer.added_tokens_decoder
-        self._special = {token.content: index for index, token in added.items() if token.special}
         try:
             backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
             if isinstance(backend.model, models.WordLevel):
@@ -54,6 +53,8 @@ class Grammars:
             self._tokenizer = llguidance.LLTokenizer(backend.to_str(), n_vocab=vocabulary, eos_token=list(end_tokens))
         except Exception as error:  # the package's own have no common type
             raise ValueError(f"this policy's tokenizer has no grammars: {one_line(str(error))[:200]}") from None
+        # For the package these are also others in angle brackets, such as the tags of thoughts and calls.
+        self._special = {one.content: index for index, one in added.items() if self._tokenizer.is_special_token(index)}
         self._ends = tuple(end_tokens)
         # A later prompt could not show a marker in a text (`chat_template.TokenText`).
         markers = (index for index, token in added.items() if len(token.content.strip()) > 1 and token.content not in TAGS)
