@@ -208,13 +208,14 @@ def _play(commands: Commands, url: str, split: str, engine, session, task: int) 
     failure = commands.run(session, variables_of(url, session, task, split))
     if engine.failure:
         raise RunError("the sampler has failed; what it said is above")
-    if session.refused:  # no fault of the policy's
-        return Failure(INFRASTRUCTURE, session.refused)
     if not session.turns and session.overflowed:
         return Failure(CONTEXT, "its first prompt is longer than rollout.prompt_limit")
     if not session.turns:
-        return Failure(INFRASTRUCTURE, failure.reason if failure else "its command asked the policy nothing")
+        asked_nothing = failure.reason if failure else "its command asked the policy nothing"
+        return Failure(INFRASTRUCTURE, session.refused or asked_nothing)
     if session.ended or session.spent:
         return None
+    if session.refused:  # no fault of the policy's
+        return Failure(INFRASTRUCTURE, session.refused)
     failure = failure or Failure(NO_REWARD, "its command ended without a reward")
     return failure._replace(kind=CONTEXT) if session.overflowed and failure.kind in (CRASH, NO_REWARD) else failure

@@ -15,7 +15,7 @@ import pytest
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving import engine as engines
 from hgpo_jax.serving import web_app as serving
-from hgpo_jax.serving.engine import STEPS, Busy, Generation, Progress
+from hgpo_jax.serving.engine import STEPS, Busy, Generation, Progress, _Anything
 from hgpo_jax.serving.sessions import OpenSessions
 from hgpo_jax.serving.uvicorn_server import listen
 from tests.fuzz.mutations import inputs
@@ -249,7 +249,7 @@ def test_what_fails_inside_is_told_to_all_and_ends_the_server(policy, programs, 
 
 @pytest.mark.slow
 def test_what_is_compiled_at_the_start_is_all(policy):
-    with engine_of(policy, prompt_limit=300, response_limit=20, store=2**22) as engine:
+    with engine_of(policy, prompt_limit=300, response_limit=20, store=2**22, constrains=True) as engine:
         for shape in engine.shapes():
             engine.warm_up(*shape)
         assert engine._sampler._store
@@ -264,7 +264,11 @@ def test_what_is_compiled_at_the_start_is_all(policy):
                 for _ in range(count):
                     while not told.get(timeout=60).ended:
                         pass
+        engine.submit([Generation([3] * 100, 9, Decoding(), 0, 0, told.put, _Anything(engine._words))])
+        while not told.get(timeout=60).ended:
+            pass
         assert set(engine._sampler._programs.called) == compiled
+        assert {shape for _, shape in compiled if shape.endswith("constrained")}
 
 
 def test_those_who_wait_are_told_when_it_closes(policy, programs):
