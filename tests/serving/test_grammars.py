@@ -29,12 +29,10 @@ PAIR = {
     "properties": {"a": {"type": "integer", "minimum": -99, "maximum": 99}, "b": {"enum": ["x", "yé", None]}},
 }  # fmt: skip
 LIST = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
-TREE = {
-    "$ref": "#/$defs/node",
-    "$defs": {"node": {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"const": 1}]}}, "required": ["next"],
-                       "additionalProperties": False}},
-}  # fmt: skip
-TEXT = {"type": "object", "properties": {"t": {"type": "string", "maxLength": 5}}, "required": ["t"], "additionalProperties": False}
+CLOSED = {"type": "object", "additionalProperties": False}
+NODE = CLOSED | {"properties": {"next": {"anyOf": [{"type": "null"}, {"const": 1}]}}, "required": ["next"]}
+TREE = {"$ref": "#/$defs/node", "$defs": {"node": NODE}}
+TEXT = CLOSED | {"properties": {"t": {"type": "string", "maxLength": 5}}, "required": ["t"]}
 SCHEMAS = [PAIR, LIST, TREE, TEXT]
 GO = {"type": "function", "function": {"name": "go", "parameters": PAIR, "strict": True}}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": TEXT, "strict": True}}
@@ -47,7 +45,8 @@ def members(row) -> np.ndarray:
 def valid(value, schema) -> bool:
     """What a schema of this file allows, by its rules read one by one."""
     if schema is PAIR:
-        return list(value) == ["a", "b"] and type(value["a"]) is int and -99 <= value["a"] <= 99 and value["b"] in ("x", "yé", None)
+        a, b = value["a"], value["b"]
+        return list(value) == ["a", "b"] and type(a) is int and -99 <= a <= 99 and b in ("x", "yé", None)
     if schema is LIST:
         return 1 <= len(value) <= 3 and all(type(one) is bool for one in value)
     if schema is TREE:
@@ -90,7 +89,8 @@ def test_a_token_is_allowed_if_the_text_with_it_can_become_an_answer():
     """The answers of these schemas are few, so all are listed; a token is a byte."""
     tokenizer = byte_tokenizer()
     grammars = Grammars(tokenizer, 264, [tokenizer.eos_token_id])
-    for schema, answers in (({"enum": ["a", "ab", "é", 1, 12]}, ['"a"', '"ab"', '"é"', "1", "12"]), ({"type": "null"}, ["null"])):
+    some = {"enum": ["a", "ab", "é", 1, 12]}, ['"a"', '"ab"', '"é"', "1", "12"]
+    for schema, answers in (some, ({"type": "null"}, ["null"])):
         every = [[*tokenizer(answer).input_ids, tokenizer.eos_token_id] for answer in answers]
         for ids in every:
             constraint = grammars.constraint(AnswerForm(json=Json("f", schema)))
@@ -180,7 +180,10 @@ def test_anthropics_client_reads_it(port):
             assert valid(block.input, {"go": PAIR, "look": TEXT}[block.name])
 
 
-@pytest.mark.parametrize(("choice", "names"), [("required", ("go", "look")), ({"type": "function", "function": {"name": "go"}}, ("go",))])
+A_GO = {"type": "function", "function": {"name": "go"}}
+
+
+@pytest.mark.parametrize(("choice", "names"), [("required", ("go", "look")), (A_GO, ("go",))])
 def test_every_call_obeys_its_tool(create, choice, names):
     asked = {"model": "tiny", "messages": HELLO, "tools": [GO, LOOK], "tool_choice": choice, "parallel_tool_calls": False}
     for seed in range(4):
@@ -277,8 +280,9 @@ def test_a_deep_schema_is_refused(create):
     schema = {"type": "integer"}
     for _ in range(60):
         schema = {"type": "object", "properties": {"a": schema}}
+    form = {"type": "json_schema", "json_schema": {"schema": schema, "name": "n"}}
     with pytest.raises(openai.BadRequestError, match="100 levels"):
-        create(model="tiny", messages=HELLO, response_format={"type": "json_schema", "json_schema": {"schema": schema, "name": "n"}})
+        create(model="tiny", messages=HELLO, response_format=form)
 
 
 def accepts(constraint, ids, end) -> bool:
@@ -294,9 +298,10 @@ def test_an_answer_begins_behind_the_thought():
         strict = AnswerForm(thought, None, HermesCalls([GO]), {"go": Json("t", {"type": "object"})}, several=True)
         begin = "<think>" * (thought == "possible")
         for form, text, right in (
-            (json_form, f'{begin}I {{ do.</think>\n\n{{"a": 1, "b": "x"}}', True), (json_form, f"{begin}I do.</think> Hm.", False),
-            (json_form, f"{begin}I do", False), (json_form, '{"a": 1, "b": "x"}', thought == "possible"),
-            (strict, f"{begin}<tool_call>?</think>{call}\n{call}", True), (strict, f"{begin}</think>Hm. {call}", True),
+            (json_form, f'{begin}I {{ do.</think>\n\n{{"a": 1, "b": "x"}}', True), (json_form, f"{begin}I do", False),
+            (json_form, f"{begin}I do.</think> Hm.", False), (json_form, '{"a": 1, "b": "x"}', thought == "possible"),
+            (strict, f"{begin}<tool_call>?</think>{call}\n{call}", True),
+            (strict, f"{begin}</think>Hm. {call}", True),
             (strict, f"{begin}</think>Hm. <tool_call>?", False), (strict, f"{begin}</think>Hm.", True),
         ):  # fmt: skip
             ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -310,7 +315,8 @@ def test_llamas_calls_and_json():
     both = AnswerForm(json=Json("f", PAIR), calls=LlamaCalls(tools), arguments=arguments)
     begun = AnswerForm(calls=LlamaCalls(tools), arguments=arguments, begun='{"name": "')
     for form, text, right in (
-        (both, '{"name": "look", "parameters": {"t": "a"}}', True), (both, '{"a": 1, "b": null}', True), (both, '{"t": "a"}', False),
+        (both, '{"name": "look", "parameters": {"t": "a"}}', True),
+        (both, '{"a": 1, "b": null}', True), (both, '{"t": "a"}', False),
         (begun, 'go", "parameters": {"a": 1,"b": "x"}}', True), (begun, 'go", "parameters": {"t": "a"}}', False),
     ):  # fmt: skip
         assert accepts(grammars.constraint(form), tokenizer(text).input_ids, end) == right, text
