@@ -102,7 +102,9 @@ class _OfGrammar(Constraint):
         if self.failure or (new and new[-1] in self._ends):
             return self._end_set
         self._matcher.consume_tokens(list(new))
-        allowed = np.frombuffer(self._matcher.compute_bitmask(), np.uint32) & self._texts
+        # At some sizes the package's sets have one word more, which is empty.
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32, len(self._texts))
+        allowed = bits & self._texts
         if self._matcher.is_accepting():
             allowed |= self._end_set
         if self._matcher.is_error() or not allowed.any():

@@ -13,6 +13,7 @@ from flax import nnx
 
 from hgpo_jax.policy import Policy
 from hgpo_jax.policy.call_formats import HermesCalls, LlamaCalls
+from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.answer_forms import MAX_CHARACTERS, AnswerForm, Json
 from hgpo_jax.serving.engine import Generation
@@ -85,10 +86,11 @@ def create(port):
     return client_of(port).chat.completions.create
 
 
-def test_a_token_is_allowed_if_the_text_with_it_can_become_an_answer():
+@pytest.mark.parametrize("size", [260, 264, 287, 288, 320])
+def test_a_token_is_allowed_if_the_text_with_it_can_become_an_answer(size):
     """The answers of these schemas are few, so all are listed; a token is a byte."""
     tokenizer = byte_tokenizer()
-    grammars = Grammars(tokenizer, 264, [tokenizer.eos_token_id])
+    grammars = Grammars(tokenizer, size, [tokenizer.eos_token_id])
     some = {"enum": ["a", "ab", "é", 1, 12]}, ['"a"', '"ab"', '"é"', "1", "12"]
     for schema, answers in (some, ({"type": "null"}, ["null"])):
         every = [[*tokenizer(answer).input_ids, tokenizer.eos_token_id] for answer in answers]
@@ -249,7 +251,9 @@ def test_others_are_unchanged_and_its_probability_is_among_what_was_allowed(engi
     assert valid(json.loads(policy.tokenizer.decode(tokens[:-1])), PAIR)
     constraint, model = grammars.constraint(form), nnx.merge(policy.graphdef, policy.params)
     ids = np.array([[*prompts[2], *tokens]], np.int32)
-    logits = np.asarray(model(ids)[0], np.float64)[len(prompts[2]) - 1 : -1]
+    with jax.set_mesh(make_mesh("data=1", jax.devices()[:1])):
+        hidden = model.hidden(ids, np.arange(len(prompts[2]) - 1, ids.shape[1] - 1)[None])
+        logits = np.asarray(model.logits(hidden)[0], np.float64)
     for at, (token, row) in enumerate(zip(tokens, logits, strict=True)):
         allowed = members(constraint.next_set(tokens[:at]))
         assert token in allowed
