@@ -113,6 +113,7 @@ def test_tokens_of_several_bytes_may_begin_in_one_part_and_end_in_the_next():
     size, form = len(tokenizer), AnswerForm(json=Json("f", PAIR))
     constraint = Grammars(tokenizer, size, [tokenizer.eos_token_id]).constraint(form)
     native = llguidance.LLTokenizer(byte_tokenizer().backend_tokenizer.to_str(), eos_token=257)
+    by_bytes = llguidance.LLMatcher(native, llguidance.LLMatcher.grammar_from_lark(form.lark({})))
     ids = tokenizer('{"a": -1, "b": "x"}').input_ids
     for length in range(len(ids)):
         allowed = set(members(constraint.next_set(ids[:length])))
@@ -120,7 +121,6 @@ def test_tokens_of_several_bytes_may_begin_in_one_part_and_end_in_the_next():
             if token in tokenizer.all_special_ids:
                 assert token not in allowed
                 continue
-            by_bytes = llguidance.LLMatcher(native, llguidance.LLMatcher.grammar_from_lark(form.lark({})))
             text = byte_level_ids(tokenizer, [*ids[:length], token])
             assert (by_bytes.validate_tokens(text) == len(text)) == (token in allowed), (length, token)
 
