@@ -113,6 +113,7 @@ def test_tokens_of_several_bytes_may_begin_in_one_part_and_end_in_the_next():
     size, form = len(tokenizer), AnswerForm(json=Json("f", PAIR))
     constraint = Grammars(tokenizer, size, [tokenizer.eos_token_id]).constraint(form)
     native = llguidance.LLTokenizer(byte_tokenizer().backend_tokenizer.to_str(), eos_token=257)
+    vocabulary = byte_tokenizer().get_vocab()
     by_bytes = llguidance.LLMatcher(native, llguidance.LLMatcher.grammar_from_lark(form.lark({})))
     ids = tokenizer('{"a": -1, "b": "x"}').input_ids
     for length in range(len(ids)):
@@ -121,13 +122,12 @@ def test_tokens_of_several_bytes_may_begin_in_one_part_and_end_in_the_next():
             if token in tokenizer.all_special_ids:
                 assert token not in allowed
                 continue
-            text = byte_level_ids(tokenizer, [*ids[:length], token])
+            text = byte_level_ids(tokenizer, [*ids[:length], token], vocabulary)
             assert (by_bytes.validate_tokens(text) == len(text)) == (token in allowed), (length, token)
 
 
-def byte_level_ids(tokenizer, ids) -> list[int]:
+def byte_level_ids(tokenizer, ids, vocabulary) -> list[int]:
     """The bytes of some tokens, as ids of the byte tokenizer."""
-    vocabulary = byte_tokenizer().get_vocab()
     return [vocabulary[letter] for token in tokenizer.convert_ids_to_tokens(ids) for letter in token]
 
 
