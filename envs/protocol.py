@@ -78,6 +78,23 @@ class OwnPrompts(Protocol):
 
 
 @runtime_checkable
+class Pictured(Protocol):
+    """Optional for a compiled environment: its observations are pictures, for a policy that sees.
+
+    A prompt shows the picture in place of the observation's words, which still tell states apart. So observations must be
+    equal exactly where their pictures are.
+    """
+
+    picture_size: Annotated[tuple[int, int], "height and width of a picture in pixels"]
+    picture_features: Annotated[tuple[int, int], "rows and columns of features that a policy sees in it, a token each"]
+    picture_words: Annotated[tuple[int, int, int], "ids of the words before a picture, for each of its features, and after it"]
+
+    def picture(self, observation: jax.Array) -> jax.Array:
+        """picture(observation i32[O]) -> the picture, uint8[H, W, 3]"""
+        ...
+
+
+@runtime_checkable
 class ListsGames(Protocol):
     """Optional for a compiled environment: a list of games instead of tasks generated from keys."""
 

@@ -25,6 +25,7 @@ MOVES = ("up", "down", "left", "right")
 FLOOR, WALL, TARGET, BOX, BOX_ON_TARGET, AGENT, AGENT_ON_TARGET = range(7)  # content of a cell
 CELL_WORDS = ("floor", "wall", "target", "box", "box_on_target", "you", "you_on_target")
 GOAL = "push_every_box_onto_a_target"
+PICTURE_WORDS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")  # the names that Qwen2.5-VL gives them
 WON_REWARD = 10.0
 # As in gym-sokoban; all boxes on targets also pay WON_REWARD.
 STEP_REWARD, ON_TARGET_REWARD, OFF_TARGET_REWARD = -0.1, 1.0, -1.0
@@ -141,8 +142,11 @@ class Sokoban:
 
         tile: pixels along the side of a cell; static. Raises ValueError unless it is a positive whole number.
         """
-        cells = jnp.asarray(tiles(tile))[self._kinds(state).reshape(self.size, self.size)]
-        return cells.swapaxes(1, 2).reshape(self.size * tile, self.size * tile, 3)
+        return self._draw(self._kinds(state).reshape(self.size, self.size), tile)
+
+    def _draw(self, kinds, tile: int) -> jax.Array:
+        """Draws the room with these contents, i32[size, size] of FLOOR, WALL, ..."""
+        return jnp.asarray(tiles(tile))[kinds].swapaxes(1, 2).reshape(self.size * tile, self.size * tile, 3)
 
     def _kinds(self, state: State) -> jax.Array:
         """Returns the content of every cell, i32[size * size] of FLOOR, WALL, ..."""
@@ -159,5 +163,31 @@ class Sokoban:
 
     def decode_room(self, ids) -> np.ndarray:
         """Decodes an observation to the content of the whole room, int[size, size] of FLOOR, WALL, ..."""
-        kinds = (np.asarray(ids) - 2 - len(MOVES)) // len(self._inner)
-        return np.pad(kinds.reshape(self.size - 2, self.size - 2), 1, constant_values=WALL)
+        return np.pad(self._decode(np.asarray(ids)), 1, constant_values=WALL)
+
+    def _decode(self, ids):
+        """Decodes an observation, an array of NumPy or jax, to the content of the inner cells, [size - 2, size - 2]."""
+        return ((ids - 2 - len(MOVES)) // len(self._inner)).reshape(self.size - 2, self.size - 2)
+
+
+class SokobanPixels(Sokoban):
+    """Sokoban for a policy that sees: prompts show the room's picture (`protocol.Pictured`), walls included.
+
+    Args:
+      tile: pixels along the side of a cell, 1 to 64; a policy sees one feature a cell.
+
+    Others, and the errors, as in `Sokoban`.
+    """
+
+    def __init__(self, size=6, boxes=1, reward="success", max_turns=20, tile=4):
+        super().__init__(size, boxes, reward, max_turns)
+        if isinstance(tile, bool) or not isinstance(tile, int | np.integer) or not 1 <= tile <= 64:
+            raise ValueError(f"tile={tile!r}: must be a whole number between 1 and 64")
+        self.tile, side = tile, size * tile
+        self.picture_size, self.picture_features = (side, side), (size, size)
+        first, self.words = len(self.words), (*self.words, *PICTURE_WORDS)
+        self.picture_words = (first, first + 1, first + 2)
+
+    def picture(self, observation: jax.Array) -> jax.Array:
+        """Draws the room of an observation i32[(size - 2)^2], uint8[size * tile, size * tile, 3]."""
+        return self._draw(jnp.pad(self._decode(observation), 1, constant_values=WALL), self.tile)

@@ -14,6 +14,7 @@ ENVIRONMENTS = (
     "household_plan",
     "household_subgoals",
     "sokoban",
+    "sokoban_pixels",
     "sokoban_text",
     "alfworld",
     "math",

@@ -42,6 +42,7 @@ class EnvConfig(Section):
         False, "household: give the signal milestones, the number of the goal's predicates that hold after a turn, for beacon"
     )
     size: int = field(6, "sokoban: cells along a room's side, outer walls included", ge=6, le=10)
+    tile: int = field(4, "sokoban_pixels: pixels along the side of a cell; the policy sees one feature a cell", ge=1, le=64)
     problems: tuple[Literal["arithmetic", "equation", "story"], ...] = field(
         ("arithmetic", "equation", "story"), "math: kinds of generated problems to draw from"
     )
@@ -135,6 +136,10 @@ class PolicyConfig(Section):
     num_attention_heads: Positive = field(2, "query heads")
     num_key_value_heads: Positive = field(1, "key-value heads")
     rope_theta: float = field(1_000.0, "RoPE base (theta)", gt=1)
+    vision_depth: Positive = field(2, "where pictures are seen: blocks of the vision tower")
+    vision_hidden_size: Positive = field(32, "the same: its width")
+    vision_intermediate_size: Positive = field(64, "the same: width of its feed-forward layers")
+    vision_heads: Positive = field(2, "the same: its attention heads")
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -143,8 +148,9 @@ class PolicyConfig(Section):
 
     @property
     def sizes(self) -> dict:
-        """The fields of a random policy's ModelConfig; its embeddings are tied."""
-        return self.model_dump(exclude={"source", "tokenizer", "compute_dtype"}) | {"initializer_range": 0.1}
+        """The fields of a random policy's ModelConfig but for its vision; its embeddings are tied."""
+        sizes = self.model_dump(exclude={"source", "tokenizer", "compute_dtype"}) | {"initializer_range": 0.1}
+        return {name: value for name, value in sizes.items() if not name.startswith("vision_")}
 
 
 class LoraFields(Section):

@@ -109,7 +109,7 @@ PANELS = {
         }
     ),
     "sokoban": Panel(
-        ("sokoban", "sokoban_text"),
+        ("sokoban", "sokoban_pixels", "sokoban_text"),
         {"env.size": "6", "env.boxes": "1", "env.reward": "success", "env.max_turns": "20"},
         512,
         functools.partial(_first_states, environments.sokoban),

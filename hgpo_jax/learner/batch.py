@@ -33,6 +33,7 @@ class TrainingBatch(struct.PyTreeNode):
     has_target: jax.Array | None = None  # bool[N, 3], the heads that learn from a decision; None: all
     chain: jax.Array | None = None  # i32[N], equal for turns that extend each other (`conversations.chains`); None: none do
     allowed: jax.Array | None = None  # u32[N, R, W], the tokens that each could have been (`sampling/constraint.py`); None: any
+    pictures: jax.Array | None = None  # u8[N, H, W, 3], what each prompt shows; None: it is text alone
     layout: packing.PackedLayout | None = None  # None: each decision is a sequence of its own
 
     def tokens(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -40,7 +41,9 @@ class TrainingBatch(struct.PyTreeNode):
         return self.prompts, self.prompt_lengths, self.responses, self.response_lengths
 
     def sequence_shape(self) -> packing.SequenceShape:
-        """Returns the shape of the sequences that the decisions are packed into."""
+        """Returns the shape of the sequences that the decisions are packed into; one with a picture has its own."""
+        if self.pictures is not None:
+            return packing.unpacked_shape(self.prompts.shape[1], self.responses.shape[1])
         of = packing.sequence_shape if self.chain is None else packing.conversation_shape
         return of(self.prompts.shape[1], self.responses.shape[1])
 

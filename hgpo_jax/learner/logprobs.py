@@ -11,6 +11,7 @@ from flax import nnx
 
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.policy import ModelConfig, lora, network
+from hgpo_jax.policy.pictures import see
 from hgpo_jax.policy.transformer import Qwen2
 from hgpo_jax.policy.vocabulary import gather_logprobs
 from hgpo_jax.sampling.constraint import restrict
@@ -24,7 +25,8 @@ def token_logprobs(
 ) -> Two:
     """Computes log-probability and entropy of each response token: (f32[N, R], f32[N, R]), 0 beyond a response's end.
 
-    Where decoding was constrained (`batch.allowed`), both are of the distribution over the allowed tokens, as in sampling.
+    Both are of the distribution over the tokens that could be sampled: those that the model may write and, where decoding was
+    constrained, the allowed ones (`batch.allowed`).
 
     temperature: of the distribution, as in sampling.
     max_logits: logits to hold at a time, over the devices of fsdp and tensor together; if the predictions need more, they are
@@ -33,7 +35,8 @@ def token_logprobs(
     """
     layout = batch.sequences()
     index = layout.response_index(batch.responses.shape[1], batch.response_lengths)
-    hidden = model.hidden(layout.tokens, layout.predict_slots, segment_start=layout.segment_start, remat=remat)
+    pictures = None if batch.pictures is None else see(model, batch.pictures, remat)
+    hidden = model.hidden(layout.tokens, layout.predict_slots, layout.segment_start, remat, pictures)
     M, Q = layout.predict_slots.shape
     targets = jnp.zeros((M, Q), jnp.int32).at[index].set(batch.responses, mode="drop")
     chosen: tuple[jax.Array, ...] = hidden, targets
@@ -42,7 +45,7 @@ def token_logprobs(
         chosen += (jnp.zeros((M, Q, words), jnp.uint32).at[index].set(batch.allowed, mode="drop"),)
 
     def logprobs_of_chunk(model: Qwen2, hidden: jax.Array, targets: jax.Array, allowed: jax.Array | None = None) -> Two:
-        logps = jax.nn.log_softmax(restrict(model.logits(hidden) / temperature, allowed))
+        logps = jax.nn.log_softmax(restrict(model.logits(hidden) / temperature, allowed, model.c.unwritten))
         return gather_logprobs(logps, targets), -(jnp.exp(logps) * logps).sum(-1)
 
     width = max(1, min(Q, max_logits // (M * model.c.vocab_size)))  # predictions of each sequence at a time

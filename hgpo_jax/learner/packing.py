@@ -49,10 +49,15 @@ class PackedLayout(struct.PyTreeNode):
 
 def sequence_shape(prompt_slots: int, response_slots: int) -> SequenceShape:
     """Returns the shape of sequences for prompts of P and responses of R slots."""
-    slots = prompt_slots + response_slots - 1
     if prompt_slots < PACK_FROM:
-        return SequenceShape(slots, response_slots, 1)
+        return unpacked_shape(prompt_slots, response_slots)
+    slots = prompt_slots + response_slots - 1
     return SequenceShape(slots, min(slots, 2 * response_slots), MAX_DECISIONS)
+
+
+def unpacked_shape(prompt_slots: int, response_slots: int) -> SequenceShape:
+    """Returns the shape of sequences of one decision each."""
+    return SequenceShape(prompt_slots + response_slots - 1, response_slots, 1)
 
 
 def conversation_shape(prompt_slots: int, response_slots: int) -> SequenceShape:

@@ -172,6 +172,11 @@ class ModelConfig:
         assert self.head_dim is not None
         return self.head_dim
 
+    @property
+    def unwritten(self) -> int | None:
+        """The token that no answer may hold: that of images, which stands for a feature; None without vision."""
+        return self.vision.image_token_id if self.vision else None
+
     def __post_init__(self):
         if self.model_type not in MODEL_TYPES:
             raise ValueError(f"model_type={self.model_type!r}: must be one of {', '.join(MODEL_TYPES)}")

@@ -91,6 +91,23 @@ def place(features, grids: Grids, rows: Sequence[Sequence[int]], v: VisionConfig
     return Pictures(features, jnp.asarray(first), jnp.asarray(sizes))
 
 
+def see(model: Any, pixels: jax.Array, remat: str = "none") -> Pictures:
+    """Computes the features of one picture for each of M prompts, inside a program.
+
+    Args:
+      model: a bound `Qwen2` with vision.
+      pixels: uint8 [M, H, W, 3], whose sides need no resize (`to_patches`).
+      remat: as in `VisionTower`.
+    """
+    v: VisionConfig = model.c.vision
+    time, rows, columns = grid_of(pixels.shape[1], pixels.shape[2], v)
+    features = model.visual(to_patches(pixels, v), ((time, rows, columns),), remat)
+    M, n, D = features.shape
+    size = jnp.array([time, rows // v.spatial_merge_size, columns // v.spatial_merge_size], jnp.int32)
+    first = n * jnp.arange(M, dtype=jnp.int32)[:, None]
+    return Pictures(features.reshape(M * n, D), first, jnp.broadcast_to(size, (M, 1, 3)))
+
+
 def insert_tokens(ids: Sequence[int], grids: Grids, v: VisionConfig) -> list[int]:
     """Repeats each image token of a prompt, one per picture, as often as its picture has features.
 

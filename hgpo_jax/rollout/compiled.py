@@ -22,7 +22,8 @@ from hgpo_jax.advantages import state_ids
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.protocol import Playable, TimeLimited
 from hgpo_jax.policy.mesh import max_across_devices
-from hgpo_jax.rollout.compiled_prompts import History, make_prompt, prompt_widths, role_of
+from hgpo_jax.policy.pictures import see
+from hgpo_jax.rollout.compiled_prompts import History, make_prompt, picture_of, prompt_widths, role_of
 from hgpo_jax.rollout.episodes import Episodes, action_ids
 from hgpo_jax.rollout.requirements import check_compiled, roles_of
 from hgpo_jax.rollout.signals import declared
@@ -279,8 +280,11 @@ class Program:
             listed, actions = jax.vmap(self.env.admissible)(states.env)
             decoding = decoding.replace(answers=Sequences.of_actions(actions, listed, self.end, self.words_of_tokens))
         longest = max_across_devices(lengths.max())
+        pixels = jax.vmap(functools.partial(picture_of, self.env))(states.observation)
 
         def responses(model, blocks):
+            pictures = None if pixels is None else see(model, pixels)
+
             def respond(width, prompts, lengths, keys):
                 return generate(
                     model,
@@ -291,6 +295,7 @@ class Program:
                     max_new=self.response_slots,
                     end_tokens=self.end_tokens,
                     decoding=decoding,
+                    pictures=pictures,
                 )
 
             choices = [functools.partial(respond, width) for width in self.widths]
@@ -338,6 +343,8 @@ class Program:
         }
         if self.constrained:
             record["allowed"] = out.allowed
+        if (pictures := jax.vmap(functools.partial(picture_of, env))(states.observation)) is not None:
+            record["pictures"] = pictures
         if declared(env):
             record["signals"] = jax.vmap(env.signal_values)(state).astype(jnp.float32)
         return after, record | notes | self.faults(well_formed, invalid)

@@ -1,15 +1,18 @@
 """Prompts of compiled environments: goal, the last K observation-action pairs, the current observation, "now act".
 
-An environment can define its own prompts (`hgpo_jax.envs.protocol.OwnPrompts`), of any length up to a bound.
+An environment can define its own prompts (`hgpo_jax.envs.protocol.OwnPrompts`), of any length up to a bound. Where it shows
+pictures (`protocol.Pictured`), tokens of the current one take the place of the observation, and there are no past turns.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from hgpo_jax.envs.protocol import OwnPrompts, Team
+from hgpo_jax.envs.protocol import OwnPrompts, Pictured, Team
 
 
 def role_of(env, state) -> jax.Array:
@@ -47,6 +50,8 @@ def prompt_length(env, history_length: int) -> int:
     """Returns P, the slots of the longest prompt."""
     if isinstance(env, OwnPrompts):
         return env.prompt_slots(history_length)
+    if isinstance(env, Pictured):
+        return env.goal_length + math.prod(env.picture_features) + 3
     pair = env.observation_length + env.action_length
     return env.goal_length + history_length * pair + env.observation_length + 1
 
@@ -65,8 +70,16 @@ def make_prompt(env, state, goal, history: History, observation, act: int):
     past = history.of(role_of(env, state))
     if isinstance(env, OwnPrompts):
         return env.prompt(state, goal, *past, observation, act)
+    if isinstance(env, Pictured):
+        before, feature, after = env.picture_words
+        observation = jnp.array([before, *[feature] * math.prod(env.picture_features), after], jnp.int32)
     prompt = build_prompt(goal, *past, observation, act)
     return prompt, jnp.int32(prompt.shape[0])
+
+
+def picture_of(env, observation) -> jax.Array | None:
+    """Returns what a prompt with this observation shows, uint8[H, W, 3]; None in an environment without pictures."""
+    return env.picture(observation) if isinstance(env, Pictured) else None
 
 
 def build_prompt(goal, observations, actions, observation, act: int):

@@ -26,7 +26,7 @@ from hgpo_jax.envs.math.team import GeneratedTeam, ListedTeam
 from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
 from hgpo_jax.envs.protocol import Expert, Playable, members
 from hgpo_jax.envs.search.makers import ALONE, TEAM, Kinds, search_makers
-from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban import Sokoban, SokobanPixels
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.rollout.alfworld_games import alfworld, alfworld_games, alfworld_text
@@ -152,6 +152,7 @@ household_team = functools.partial(_from_fields, HouseholdTeam, HOUSEHOLD)
 household_plan = functools.partial(_from_fields, HouseholdPlan, HOUSEHOLD)
 household_subgoals = functools.partial(_from_fields, HouseholdSubgoals, HOUSEHOLD)
 sokoban = functools.partial(_from_fields, Sokoban, SOKOBAN)
+sokoban_pixels = functools.partial(_from_fields, SokobanPixels, (*SOKOBAN, "tile"))
 
 ENVIRONMENTS = {
     "household": Environment((*HOUSEHOLD, "milestones"), compiled=household_milestones, expert=household_expert),
@@ -169,6 +170,7 @@ ENVIRONMENTS = {
     "household_plan": Environment(HOUSEHOLD, compiled=household_plan, expert=cast(Expert, HouseholdPlan)),
     "household_subgoals": Environment(HOUSEHOLD, compiled=household_subgoals, expert=cast(Expert, HouseholdSubgoals)),
     "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
+    "sokoban_pixels": Environment((*SOKOBAN, "tile"), compiled=sokoban_pixels, expert=sokoban_expert),
     "sokoban_text": Environment(
         SOKOBAN,
         text=functools.partial(_as_text, SokobanText, sokoban),

@@ -38,13 +38,14 @@ KINDS = {
     "final_prompts": ("i", "BP"),
     "final_prompt_lengths": ("i", "B"),
 }
-OPTIONAL_KINDS = {"signals": ("f", "BTS"), "allowed": ("u", "BTRW")}  # None in episodes without them
+# None in episodes without them.
+OPTIONAL_KINDS = {"signals": ("f", "BTS"), "allowed": ("u", "BTRW"), "pictures": ("u", "BTXYC")}
 
 
 class Episodes(struct.PyTreeNode):
     """B episodes of at most T turns, trajectory-major. Entries of turns that did not happen are 0.
 
-    A prompt has P slots, a response R, an observation O; there are S signals. Tokens are the ids that were sampled and are
+    A prompt has P slots, a response R, an observation O; there are S signals, and X x Y pixels of 3 colors. Tokens are the ids that were sampled and are
     trained on.
     """
 
@@ -69,6 +70,7 @@ class Episodes(struct.PyTreeNode):
     final_prompts: jax.Array  # i32[B, P], the next prompt of a truncated episode, right-padded
     final_prompt_lengths: jax.Array  # i32[B], 0 if there is none
     allowed: jax.Array | None = None  # u32[B, T, R, W], what each token could be (`sampling/constraint.py`); None: anything
+    pictures: jax.Array | None = None  # u8[B, T, X, Y, C], what the prompts show of the observations; None without any
     signals: jax.Array | None = None  # f32[B, T, S], the signals beside the reward (`rollout/signals.py`); None without any
 
     @classmethod
@@ -84,7 +86,7 @@ class Episodes(struct.PyTreeNode):
         arrays: dict[str, Any] = {
             name: np.zeros([size[dimension] for dimension in shape], dtype[kind])
             for name, (kind, shape) in (KINDS | OPTIONAL_KINDS).items()
-            if name in KINDS or size[shape[-1]]
+            if name in KINDS or size.get(shape[-1])
         }
         return cls(**arrays)
 
@@ -138,7 +140,7 @@ class Episodes(struct.PyTreeNode):
         B, T = self.mask.shape
         for name, array in self.arrays().items():
             kind, dimensions = (KINDS | OPTIONAL_KINDS)[name]
-            shape = {"B": (B,), "BT": (B, T)}[dimensions.rstrip("PROSW")]
+            shape = {"B": (B,), "BT": (B, T)}[dimensions.rstrip("PROSWXYC")]
             if array.dtype.kind != kind or array.shape[: len(shape)] != shape or array.ndim != len(dimensions):
                 raise ValueError(f"{name} is {array.dtype}{list(array.shape)} beside a mask of {[B, T]}")
             if kind == "i" and array.size and array.min() < 0:

@@ -21,6 +21,7 @@ from hgpo_jax.envs.protocol import (
     Expert,
     ListsActions,
     OwnPrompts,
+    Pictured,
     Plans,
     Playable,
     Signals,
@@ -35,6 +36,7 @@ from hgpo_jax.utils.errors import one_line
 # Of each protocol: member -> the optional protocol whose other members it calls for.
 COMPILED_PARTS = {
     "prompt": OwnPrompts,
+    "picture": Pictured,
     "roles": Team,
     "answer_parts": Plans,
     "expert_action": Expert,

@@ -104,11 +104,14 @@ def sets_of(answers: Sequence[Sequence[int]], response: Sequence[int], words: in
     return sets
 
 
-def restrict(logits: jax.Array, allowed: jax.Array | None) -> jax.Array:
+def restrict(logits: jax.Array, allowed: jax.Array | None, unwritten: int | None = None) -> jax.Array:
     """Lowers the logits f32[..., V] of tokens outside the sets u32[..., W] so far that they have probability 0.
 
-    They stay finite: an infinite one would make the entropy's gradient NaN. None allows everything.
+    They stay finite: an infinite one would make the entropy's gradient NaN. None allows everything but `unwritten`
+    (`ModelConfig.unwritten`).
     """
+    if unwritten is not None:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) == unwritten, jnp.finfo(logits.dtype).min, logits)
     if allowed is None:
         return logits
     bits = (allowed[..., None] >> jnp.arange(BITS, dtype=jnp.uint32)) & 1 == 1

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.policy.kv_cache import KVCache, manual_axes
 from hgpo_jax.policy.mesh import auto_axes, constrain, max_across_devices, partition_in_context
+from hgpo_jax.policy.pictures import Pictures
 from hgpo_jax.policy.vocabulary import gather_logprobs
 from hgpo_jax.sampling.constraint import Sequences, restrict
 
@@ -175,9 +176,9 @@ def turn_keys(keys, turns):
 def sample_next(model, hidden, keys, i, allowed=None, *, end_tokens: tuple[int, ...], decoding: Decoding):
     """Samples token number `i`, i32[] or i32[B], of each response from hidden [B, D]: (i32[B], log-probabilities f32[B]).
 
-    allowed: u32[B, W], the tokens to choose from (`constraint.py`); None: all.
+    allowed: u32[B, W], the tokens to choose from (`constraint.py`); None: all that the model may write.
     """
-    logits = restrict(constrain(model.logits(hidden), "batch", "vocab_of_rows"), allowed)
+    logits = restrict(constrain(model.logits(hidden), "batch", "vocab_of_rows"), allowed, model.c.unwritten)
     i = jnp.broadcast_to(i, keys.shape)
     too_early = is_end(jnp.arange(logits.shape[-1]), end_tokens) & (i < decoding.min_new)[:, None]
     logits = jnp.where(too_early, -jnp.inf, logits)
@@ -193,12 +194,14 @@ class DecodeState(struct.PyTreeNode):
     token: jax.Array  # i32[B], the last one sampled
     ended: jax.Array  # bool[B]
     cache: list[KVCache]  # one for each layer
+    offset: jax.Array | None = None  # i32[B], from slots to rotary positions (`Pictures.offset`); None: there are no pictures
 
     def partition(self) -> DecodeState:
         """Returns the PartitionSpec of every array on the mesh in context."""
         rows: Any = partition_in_context(("batch",), self.token.shape)
         cache = [layer.partition() for layer in self.cache]
-        return DecodeState(index=rows, key=rows, prompt_length=rows, token=rows, ended=rows, cache=cache)
+        offset = None if self.offset is None else rows
+        return DecodeState(index=rows, key=rows, prompt_length=rows, token=rows, ended=rows, cache=cache, offset=offset)
 
     def take(self, rows) -> DecodeState:
         """Selects rows i32[n] among those that a device has."""
@@ -234,7 +237,16 @@ COMPACT_FROM = 64  # new tokens: shorter responses end too soon for fewer rows t
 
 
 def generate(
-    model, blocks, prompts, lengths, keys, *, max_new: int, end_tokens: tuple[int, ...], decoding: Decoding
+    model,
+    blocks,
+    prompts,
+    lengths,
+    keys,
+    *,
+    max_new: int,
+    end_tokens: tuple[int, ...],
+    decoding: Decoding,
+    pictures: Pictures | None = None,
 ) -> Responses:
     """Samples a response to each prompt.
 
@@ -246,14 +258,19 @@ def generate(
       keys: a random key per row.
       max_new: R, the longest response.
       end_tokens: the tokens that end a response.
+      pictures: those of the prompts.
     """
     B, answers = len(prompts), decoding.answers
     sample = functools.partial(sample_next, model, end_tokens=end_tokens, decoding=decoding)
-    state, out = _first_tokens(model, sample, prompts, lengths, keys, max_new, end_tokens, answers)
+    read = functools.partial(model.prefill, prompts, lengths - 1, prompts.shape[1] + max_new - 1, pictures)
+    state, out = _first_tokens(read, sample, lengths, keys, max_new, end_tokens, answers)
+    if pictures is not None:
+        state = state.replace(offset=pictures.offset())
 
     def step(carry):
         i, state, out, _ = carry
-        hidden, cache = model.decode(state.token, state.prompt_length + i - 1, state.cache, blocks, ~state.ended)
+        position, offset = state.prompt_length + i - 1, 0 if state.offset is None else state.offset
+        hidden, cache = model.decode(state.token, position, state.cache, blocks, ~state.ended, offset)
         allowed, record = None, None
         if answers is not None:
             allowed = answers.next_tokens(out.tokens, i)
@@ -288,11 +305,11 @@ def generate(
 
 
 def _first_tokens(
-    model, sample, prompts, lengths, keys, max_new: int, end_tokens: tuple[int, ...], answers
+    read, sample, lengths, keys, max_new: int, end_tokens: tuple[int, ...], answers
 ) -> tuple[DecodeState, Responses]:
-    """Reads the prompts and samples the first token of each response. Arguments as in `generate`."""
-    B, P = prompts.shape
-    hidden, cache = model.prefill(prompts, lengths - 1, P + max_new - 1)
+    """Reads the prompts, by `read()`, and samples the first token of each response. Other arguments as in `generate`."""
+    B = len(lengths)
+    hidden, cache = read()
     nothing = jnp.zeros((B, max_new), jnp.int32)
     allowed, record = None, None
     if answers is not None:

@@ -31,6 +31,7 @@ from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
+from hgpo_jax.setup.sight import check_sight
 from hgpo_jax.setup.validate import check_together, mesh_of_rollouts
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError
@@ -354,7 +355,8 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
     """Loads pretrained weights, or makes random ones for an environment's or a tokenizer's words. Raises ConfigError."""
     settings = config.policy
     entry = environment(config.env)
-    words = word_tokenizer(entry.compiled(config).words) if entry.compiled and backend(config) == "compiled" else None
+    env = entry.compiled(config) if entry.compiled and backend(config) == "compiled" else None
+    words = None if env is None else word_tokenizer(env.words)
     if not settings.source:
         params = initialize(model, config.start_seed, mesh)
         return Policy(model, params, words or fresh_tokenizer(config))
@@ -369,6 +371,7 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
             if words
             else f"policy.source={settings.source}: holds no tokenizer; add tokenizer.json and tokenizer_config.json"
         )
+    check_sight(config, policy.config, env)
     return policy
 
 

@@ -29,6 +29,7 @@ from hgpo_jax.rollout.compiled_prompts import prompt_length
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import environment, max_turns
 from hgpo_jax.sampling.constraint import words_of
+from hgpo_jax.setup.sight import small_model
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -290,7 +291,7 @@ def workload_of(config: Config, mesh) -> Workload:
     """Returns the shapes of a configuration's iteration, without weights. Raises ValueError for invalid sizes."""
     settings, policy = config.rollout, config.policy
     batch = settings.prompt_groups * settings.group_size
-    prompt, response, vocabulary = settings.prompt_limit, settings.response_limit, None
+    prompt, response, vocabulary, env = settings.prompt_limit, settings.response_limit, None, None
     published = preset(policy.source)
     entry = environment(config.env)
     if entry.compiled and backend(config) == "compiled":
@@ -303,7 +304,7 @@ def workload_of(config: Config, mesh) -> Workload:
         if vocabulary is None:
             vocabulary = embedding_rows(len(fresh_tokenizer(config)))
         try:
-            model = ModelConfig(vocab_size=vocabulary, **policy.sizes)
+            model = small_model(policy, vocabulary, env)
         except ValueError as error:
             raise ValueError(f"policy.{error}") from None
     return Workload(

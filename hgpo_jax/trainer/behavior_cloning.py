@@ -36,7 +36,7 @@ from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.compiled import start_episode
-from hgpo_jax.rollout.compiled_prompts import make_prompt, role_of
+from hgpo_jax.rollout.compiled_prompts import make_prompt, picture_of, role_of
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
 from hgpo_jax.rollout.scripted_play import play
@@ -91,6 +91,7 @@ def generate_play(
                 old_logp=jnp.zeros(response.shape),
                 advantages=jnp.float32(0),
                 agents=role,
+                pictures=picture_of(env, row.observation),
             )
             return after, (rows, env.won(state) & ~row.done)
 

@@ -302,6 +302,7 @@ def training_batch(e: Episodes) -> TrainingBatch:
         old_logp=_flat(e.logp),
         advantages=jnp.zeros(e.mask.size),
         allowed=None if e.allowed is None else _flat(e.allowed),
+        pictures=None if e.pictures is None else _flat(e.pictures),
     )
 
 

@@ -1,0 +1,79 @@
+"""The eyes of a policy: the vision of a small one for an environment's pictures, and whether any policy sees them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from hgpo_jax.config.schema import Config, PolicyConfig
+from hgpo_jax.envs.protocol import Pictured
+from hgpo_jax.policy.model_config import ModelConfig, VisionConfig
+from hgpo_jax.policy.pictures import grid_of, resized
+from hgpo_jax.utils.errors import ConfigError
+
+MERGE = 1  # of a small policy's tower: a feature for each patch, which is a quarter of the work of four smaller ones
+
+
+def small_model(policy: PolicyConfig, vocabulary: int, env: Any = None) -> ModelConfig:
+    """Returns the sizes of a policy with random weights, which sees if its environment shows pictures.
+
+    env: the compiled environment whose words it reads; None: it reads text.
+
+    Raises ValueError, after `policy.`, for sizes that do not fit together.
+    """
+    if not isinstance(env, Pictured):
+        return ModelConfig(vocab_size=vocabulary, **policy.sizes)
+    width, heads = policy.hidden_size, policy.num_attention_heads
+    half = width // heads // 2
+    if half < 3:
+        raise ValueError(f"hidden_size={width}: with pictures must be at least 6 times num_attention_heads={heads}")
+    if policy.vision_hidden_size % (4 * policy.vision_heads):
+        raise ValueError(
+            f"vision_hidden_size={policy.vision_hidden_size}: must be vision_heads={policy.vision_heads} times a multiple of 4"
+        )
+    # A quarter of the frequencies for the time, the rest for row and column, as in Qwen2.5-VL.
+    time = max(1, half // 4)
+    (height, wide), (rows, columns) = env.picture_size, env.picture_features
+    before, feature, after = env.picture_words
+    vision = VisionConfig(
+        depth=policy.vision_depth,
+        hidden_size=policy.vision_hidden_size,
+        intermediate_size=policy.vision_intermediate_size,
+        num_heads=policy.vision_heads,
+        out_hidden_size=width,
+        fullatt_block_indexes=(),  # the window is the whole picture
+        mrope_section=(time, (half - time + 1) // 2, (half - time) // 2),
+        window_size=max(height, wide),
+        patch_size=height // rows // MERGE,
+        spatial_merge_size=MERGE,
+        image_token_id=feature,
+        video_token_id=feature,  # there are no films
+        vision_start_token_id=before,
+        vision_end_token_id=after,
+        min_pixels=height * wide,
+        max_pixels=height * wide,
+    )
+    return ModelConfig(vocab_size=vocabulary, model_type="qwen2_5_vl", vision=vision, **policy.sizes)
+
+
+def check_sight(config: Config, model: ModelConfig, env: Any) -> None:
+    """Raises ConfigError unless a policy sees an environment's pictures as its prompts have room for them."""
+    if not isinstance(env, Pictured):
+        return
+    source, name, v = config.policy.source, config.env.name, model.vision
+    if v is None:
+        raise ConfigError(f"policy.source={source}: sees no pictures, which env.name={name} shows; give a qwen2_5_vl")
+    height, width = env.picture_size
+    count = math.prod(grid_of(height, width, v)) // v.spatial_merge_size**2
+    if resized(height, width, v) != (height, width) or count != math.prod(env.picture_features):
+        unit = v.patch_size * v.spatial_merge_size
+        raise ConfigError(
+            f"policy.source={source}: sees a feature in each {unit} x {unit} pixels, of {v.min_pixels:,} to {v.max_pixels:,}, and "
+            f"env.name={name} shows {height} x {width} pixels for {math.prod(env.picture_features)} features; "
+            "change env.tile"
+        )
+    if v.image_token_id != env.picture_words[1]:
+        raise ConfigError(
+            f"policy.source={source}: its image token is {v.image_token_id}, in env.name={name} {env.picture_words[1]}; "
+            "give a policy that was trained on the same env.*"
+        )
