@@ -140,6 +140,9 @@ class PolicyConfig(Section):
     vision_hidden_size: Positive = field(32, "the same: its width")
     vision_intermediate_size: Positive = field(64, "the same: width of its feed-forward layers")
     vision_heads: Positive = field(2, "the same: its attention heads")
+    vision_frozen: bool = field(
+        False, "leave the vision tower as it is, without gradient and weight decay; one that sees no pictures always stays"
+    )
 
     @pydantic.model_validator(mode="before")
     @classmethod

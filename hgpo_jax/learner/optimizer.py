@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers, muon
 
 from hgpo_jax.config import LearnerConfig
+from hgpo_jax.policy import ModelConfig
 
 BETA1, BETA2 = 0.9, 0.999
 WEIGHT_DECAY = 0.01
@@ -23,6 +25,7 @@ def make_optimizer(
     beta2: float = BETA2,
     decay_steps: int | None = None,
     kind: str = "adamw",
+    frozen: tuple[str, ...] = (),
 ) -> optax.GradientTransformation:
     """Builds AdamW or Muon, preceded by a global-norm clip, with a linear warm-up.
 
@@ -30,6 +33,7 @@ def make_optimizer(
     Adam with Nesterov momentum.
 
     decay_steps: steps at which the rate has fallen to a tenth, along a cosine; None: it stays.
+    frozen: names of the parameters, at the top of the tree, that stay as they are and have no moments.
     """
     rate = _learning_rate(lr, warmup_steps, decay_steps)
     if kind == "adamw":
@@ -37,7 +41,20 @@ def make_optimizer(
     else:
         # 0.4 is roughly the root mean square of Adam's steps, so one learning rate serves both.
         steps = muon(rate, consistent_rms=0.4, adam_b1=BETA1, adam_b2=beta2, muon_weight_dimension_numbers=_matrices)
-    return optax.chain(optax.clip_by_global_norm(grad_clip), steps)
+    steps = optax.chain(optax.clip_by_global_norm(grad_clip), steps)
+    if not frozen:
+        return steps
+    return optax.partition({True: optax.set_to_zero(), False: steps}, functools.partial(_are_among, frozen))
+
+
+def frozen_parts(model: ModelConfig) -> tuple[str, ...]:
+    """Returns the names of a model's parameters that training leaves as they are, for `make_optimizer`."""
+    return ("visual",) if model.vision_frozen else ()
+
+
+def _are_among(names: tuple[str, ...], params: Any) -> Any:
+    """Returns for every parameter whether its first name is one of these."""
+    return jax.tree.map_with_path(lambda path, _: path[0].key in names, params)
 
 
 def _learning_rate(lr: float, warmup_steps: int, decay_steps: int | None) -> optax.Schedule:

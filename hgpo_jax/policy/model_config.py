@@ -147,6 +147,7 @@ class ModelConfig:
 
     model_type: `qwen2` (also Qwen2.5), `qwen3`, `llama` (also SmolLM2) or `qwen2_5_vl`, which alone has `vision`. head_dim:
     hidden_size // num_attention_heads if None. rope_scaling: that of Llama 3. lora: adapters beside the weights, see `lora.py`.
+    vision_frozen: whether training leaves the vision tower as it is.
     """
 
     vocab_size: int
@@ -165,6 +166,7 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     vision: VisionConfig | None = None
     lora: LoraConfig | None = None
+    vision_frozen: bool = False
 
     @property
     def head_size(self) -> int:

@@ -102,6 +102,8 @@ def see(model: Any, pixels: jax.Array, remat: str = "none") -> Pictures:
     v: VisionConfig = model.c.vision
     time, rows, columns = grid_of(pixels.shape[1], pixels.shape[2], v)
     features = model.visual(to_patches(pixels, v), ((time, rows, columns),), remat)
+    if model.c.vision_frozen:
+        features = jax.lax.stop_gradient(features)
     M, n, D = features.shape
     size = jnp.array([time, rows // v.spatial_merge_size, columns // v.spatial_merge_size], jnp.int32)
     first = n * jnp.arange(M, dtype=jnp.int32)[:, None]

@@ -24,7 +24,7 @@ from hgpo_jax.envs.math.data import load as load_problems
 from hgpo_jax.envs.math.problems import Problems
 from hgpo_jax.envs.math.team import GeneratedTeam, ListedTeam
 from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
-from hgpo_jax.envs.protocol import Expert, Playable, members
+from hgpo_jax.envs.protocol import Expert, Pictured, Playable, members
 from hgpo_jax.envs.search.makers import ALONE, TEAM, Kinds, search_makers
 from hgpo_jax.envs.sokoban import Sokoban, SokobanPixels
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
@@ -51,6 +51,7 @@ class Environment:
     fallback: characters at the end of a malformed response that are taken as its action, as in verl-agent.
     lower_case: whether actions lose their capitals, as verl-agent's do. Elsewhere they are the policy's words, or in the
       environment's spelling where it lists such a command.
+    pictures: whether it shows pictures in place of observations (`protocol.Pictured`).
     free_text: whether actions may hold any words, so that commands are no complete list.
     max_turns: that of a user's own environment; for built-in ones it is a field.
     digest: hash of the code of a user's own environment, "" for built-in ones.
@@ -65,6 +66,7 @@ class Environment:
     template: str = "text"
     fallback: int = 30
     lower_case: bool = False
+    pictures: bool = False
     free_text: bool = False
     max_turns: int | None = None
     digest: str = ""
@@ -170,7 +172,7 @@ ENVIRONMENTS = {
     "household_plan": Environment(HOUSEHOLD, compiled=household_plan, expert=cast(Expert, HouseholdPlan)),
     "household_subgoals": Environment(HOUSEHOLD, compiled=household_subgoals, expert=cast(Expert, HouseholdSubgoals)),
     "sokoban": Environment(SOKOBAN, compiled=sokoban, expert=sokoban_expert),
-    "sokoban_pixels": Environment((*SOKOBAN, "tile"), compiled=sokoban_pixels, expert=sokoban_expert),
+    "sokoban_pixels": Environment((*SOKOBAN, "tile"), compiled=sokoban_pixels, expert=sokoban_expert, pictures=True),
     "sokoban_text": Environment(
         SOKOBAN,
         text=functools.partial(_as_text, SokobanText, sokoban),
@@ -273,5 +275,5 @@ def _from_outside(label: str, name: str, options: str, time_limit: float) -> Env
     digest = " ".join(user_code.version(place)["sha256"] or "" for place in code)
     about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": digest}
     if compiled:
-        return Environment(compiled=lambda _: env, expert=expert_of(env), **about)
+        return Environment(compiled=lambda _: env, expert=expert_of(env), pictures=isinstance(env, Pictured), **about)
     return Environment(text=lambda _: (make, make), **about)

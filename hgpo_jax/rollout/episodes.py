@@ -45,8 +45,8 @@ OPTIONAL_KINDS = {"signals": ("f", "BTS"), "allowed": ("u", "BTRW"), "pictures":
 class Episodes(struct.PyTreeNode):
     """B episodes of at most T turns, trajectory-major. Entries of turns that did not happen are 0.
 
-    A prompt has P slots, a response R, an observation O; there are S signals, and X x Y pixels of 3 colors. Tokens are the ids that were sampled and are
-    trained on.
+    A prompt has P slots, a response R, an observation O; there are S signals, and X x Y pixels of 3 colors. Tokens are the ids
+    that were sampled and are trained on.
     """
 
     prompts: jax.Array  # i32[B, T, P], right-padded

@@ -81,6 +81,8 @@ def member_faults(env, protocol: type) -> Iterator[str]:
         yield f'{name}: roles is {roles!r:.100}; give different words, as in ("searcher", "carrier")'
     if protocol is not BegunTextEnv and (fault := declaration_fault(env)):
         yield f"{name}: {fault}"
+    if hasattr(env, "picture") and hasattr(env, "prompt"):
+        yield f"{name} has both picture and prompt; a prompt of its own shows no picture, so leave one of the two out"
     if hasattr(env, "answer_parts"):
         parts, length = env.answer_parts, getattr(env, "action_length", 0)
         are_counts = isinstance(parts, tuple | list) and len(parts) == 3 and all(isinstance(n, int) and n > 0 for n in parts)
@@ -102,6 +104,8 @@ def check_compiled(env, protocol: type = CompiledEnv) -> None:
     state = _begun(env)
     if not hasattr(state, "task"):
         raise ValueError(f"{name}: the state of reset(key) lacks task: the index of the episode's task type")
+    if hasattr(env, "picture"):
+        _check_picture(env, name)
     if hasattr(env, "roles") and (shape := _traced(env, "role(state)", env.role, state).shape):
         raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
     if names := declared(env):
@@ -110,6 +114,30 @@ def check_compiled(env, protocol: type = CompiledEnv) -> None:
         if not is_array or values.shape != (len(names),) or not jax.numpy.issubdtype(values.dtype, jax.numpy.number):
             kind = f"{values.dtype}{list(values.shape)}" if is_array else f"a {type(values).__name__}"
             raise ValueError(f"{name}: signal_values(state) is {kind}; give f32[{len(names)}], for {', '.join(names)}")
+
+
+def _check_picture(env, name: str) -> None:
+    """Raises ValueError for the first fault of an environment that shows pictures."""
+    import jax  # as above
+
+    for member, count, what in (("picture_size", 2, "height and width"), ("picture_features", 2, "rows and columns")):
+        _check_counts(f"{name}: {member}", getattr(env, member), count, f"{what}, each above 0")
+    _check_counts(f"{name}: picture_words", env.picture_words, 3, "ids of words from 1 on")
+    (height, width), (rows, columns) = env.picture_size, env.picture_features
+    if height % rows or height // rows * columns != width:
+        raise ValueError(f"{name}: picture_features is {rows, columns}; give what cuts {height} x {width} pixels into squares")
+    words = jax.ShapeDtypeStruct((env.observation_length,), jax.numpy.int32)
+    drawn = _traced(env, "picture(observation)", env.picture, words)
+    kind = f"{getattr(drawn, 'dtype', type(drawn).__name__)}{list(getattr(drawn, 'shape', ()))}"
+    if kind != f"uint8{[height, width, 3]}":
+        raise ValueError(f"{name}: picture(observation) is {kind}; give uint8[{height}, {width}, 3], as picture_size says")
+
+
+def _check_counts(what: str, values: Any, count: int, meaning: str) -> None:
+    """Raises ValueError unless the values are so many whole numbers from 1 on."""
+    whole = isinstance(values, tuple | list) and len(values) == count
+    if not whole or not all(isinstance(n, numbers.Integral) and n > 0 for n in values):
+        raise ValueError(f"{what} is {values!r:.100}; give {count} numbers, {meaning}")
 
 
 def check_lists_actions(env) -> None:

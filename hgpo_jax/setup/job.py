@@ -376,9 +376,10 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
 
 
 def adapted_model(config: Config, policy: Policy) -> ModelConfig:
-    """Returns the policy's sizes with the configured adapters."""
+    """Returns the policy's sizes with the configured adapters, and whether its vision tower learns."""
     lora = LoraConfig(**config.lora.model_dump()) if config.lora.rank else None
-    return dataclasses.replace(policy.config, lora=lora)
+    frozen = config.policy.vision_frozen or not environment(config.env).pictures
+    return dataclasses.replace(policy.config, lora=lora, vision_frozen=bool(policy.config.vision) and frozen)
 
 
 def make_policies(config: Config, shared: Policy, mesh: Mesh, rollout_mesh: Mesh | None) -> dict[str, PolicySetup]:

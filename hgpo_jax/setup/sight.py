@@ -33,7 +33,7 @@ def small_model(policy: PolicyConfig, vocabulary: int, env: Any = None) -> Model
         )
     # A quarter of the frequencies for the time, the rest for row and column, as in Qwen2.5-VL.
     time = max(1, half // 4)
-    (height, wide), (rows, columns) = env.picture_size, env.picture_features
+    height, wide = env.picture_size
     before, feature, after = env.picture_words
     vision = VisionConfig(
         depth=policy.vision_depth,
@@ -44,7 +44,7 @@ def small_model(policy: PolicyConfig, vocabulary: int, env: Any = None) -> Model
         fullatt_block_indexes=(),  # the window is the whole picture
         mrope_section=(time, (half - time + 1) // 2, (half - time) // 2),
         window_size=max(height, wide),
-        patch_size=height // rows // MERGE,
+        patch_size=height // env.picture_features[0] // MERGE,
         spatial_merge_size=MERGE,
         image_token_id=feature,
         video_token_id=feature,  # there are no films
@@ -68,7 +68,7 @@ def check_sight(config: Config, model: ModelConfig, env: Any) -> None:
     if resized(height, width, v) != (height, width) or count != math.prod(env.picture_features):
         unit = v.patch_size * v.spatial_merge_size
         raise ConfigError(
-            f"policy.source={source}: sees a feature in each {unit} x {unit} pixels, of {v.min_pixels:,} to {v.max_pixels:,}, and "
+            f"policy.source={source}: sees a feature in {unit} x {unit} pixels, of {v.min_pixels:,} to {v.max_pixels:,}; "
             f"env.name={name} shows {height} x {width} pixels for {math.prod(env.picture_features)} features; "
             "change env.tile"
         )

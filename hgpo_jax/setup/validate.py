@@ -50,6 +50,8 @@ def check_together(config: Config) -> None:
         raise ConfigError(f"log.keep_best={config.log.keep_best}: the best by validation; give evaluation.every, too")
     _check_environment(config, entry, rollout_backend)
     _check_store(config)
+    if entry.pictures:
+        _check_pictures(config, method)
     if config.warm_start == "cloning":
         _check_cloning(config, entry, rollout_backend)
     if entry.agent and not (config.policy.source or config.policy.tokenizer):
@@ -119,6 +121,15 @@ def _check_store(config: Config) -> None:
     if config.rollout.store and not converses(config):
         why = f"no prompt of env.name={config.env.name} goes on from an earlier one; leave it at 0"
         raise ConfigError(f"rollout.store={config.rollout.store}: {why}")
+
+
+def _check_pictures(config: Config, method: Method) -> None:
+    history, name = config.rollout.history_length, config.env.name
+    if history:
+        why = f"a prompt of env.name={name} shows one picture, and no past turns; give 0"
+        raise ConfigError(f"rollout.history_length={history}: {why}")
+    if method.critic:
+        raise ConfigError(f"method={config.method}: its critic sees no pictures, which env.name={name} shows; give one without")
 
 
 def _check_cloning(config: Config, entry: Environment, rollout_backend: Backend) -> None:

@@ -28,7 +28,7 @@ from hgpo_jax.config.policies import SHARED, members
 from hgpo_jax.envs.protocol import CompiledEnv, Expert, ListsGames
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.logprobs import make_logprobs
-from hgpo_jax.learner.optimizer import make_optimizer
+from hgpo_jax.learner.optimizer import frozen_parts, make_optimizer
 from hgpo_jax.learner.policy_loss import make_cloning_loss
 from hgpo_jax.learner.update import make_map, make_update
 from hgpo_jax.policy import huggingface_folder, load_policy
@@ -277,6 +277,7 @@ class Student:
             beta2=0.98,
             decay_steps=settings.max_steps,
             kind=settings.optimizer,
+            frozen=frozen_parts(policy.model),
         )
         update = make_update(
             make_cloning_loss(policy.model, config.learner.remat),

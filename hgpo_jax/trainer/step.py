@@ -22,7 +22,7 @@ from hgpo_jax.learner.critic import initialize_critic, make_value_loss, make_val
 from hgpo_jax.learner.logprobs import make_logprobs
 from hgpo_jax.learner.loss_table import WHOLE_RESPONSES, aggregation, name_of, parameters
 from hgpo_jax.learner.methods import estimate_episodes
-from hgpo_jax.learner.optimizer import make_optimizer
+from hgpo_jax.learner.optimizer import frozen_parts, make_optimizer
 from hgpo_jax.learner.policy_loss import make_policy_loss
 from hgpo_jax.learner.update import make_map, make_update
 from hgpo_jax.policy.placement import cast, storage_shardings
@@ -373,7 +373,13 @@ def _update_sizes(config: Config) -> dict:
 def _make_policy_update(job: Job, policy: PolicySetup):
     """Returns (optimizer, the policy's `make_update`, preceded by `learner.rollout_correction`)."""
     config, method, learner = policy.settings, job.method, policy.settings.learner
-    optimizer = make_optimizer(learner.lr, learner.warmup_steps, learner.grad_clip, weight_decay=learner.weight_decay)
+    optimizer = make_optimizer(
+        learner.lr,
+        learner.warmup_steps,
+        learner.grad_clip,
+        weight_decay=learner.weight_decay,
+        frozen=frozen_parts(policy.model),
+    )
     plans = "planning" in parameters(name_of(learner, method))[0]
     plan_words = sum(_planning(job).answer_parts[:2]) if plans else 0
     loss = make_policy_loss(policy.model, learner, method, config.rollout.temperature, job.runner.roles, plan_words)

@@ -50,6 +50,13 @@ class Room:
         return self.state(**{name: jnp.int32(0) for name in self.state.__annotations__}), jnp.zeros(1, jnp.int32)
 
 
+def pictures(**members):
+    """Members of an environment that shows pictures of 4 x 6 pixels."""
+    draw = lambda self, observation: jnp.zeros((4, 6, 3), jnp.uint8)  # noqa: E731
+    sizes = {"picture_size": (4, 6), "picture_features": (2, 3), "picture_words": (1, 1, 1)}
+    return {"picture": draw} | sizes | members
+
+
 def signals(values):
     return {"signals": ("milestones",), "signal_values": values}
 
@@ -57,6 +64,7 @@ def signals(values):
 def test_complete_ones_pass():
     check_compiled(Room())
     check_compiled(type("Mine", (Room,), signals(lambda self, state: state.task[None]))())
+    check_compiled(type("Mine", (Room,), pictures())())
     check_text(Counting())
 
 
@@ -83,6 +91,17 @@ def test_a_compiled_environment():
         (signals(lambda self, state: jnp.array([True])), r"Mine: signal_values\(state\) is bool\[1\]; "),
         (signals(lambda self, state: [state.task]), r"Mine: signal_values\(state\) is a list; "),
         (signals(lambda self, state: state.no_such), r"Mine: signal_values\(state\) fails with AttributeError: .*no_such"),
+        ({"picture": lambda self, observation: None}, "Mine lacks picture_size: height and width of a picture in pixels"),
+        (pictures(picture_size=(4, 0)), r"Mine: picture_size is \(4, 0\); give 2 numbers, height and width, each above 0"),
+        (pictures(picture_features=(2, 2)), r"Mine: picture_features is \(2, 2\); give what cuts 4 x 6 pixels into squares"),
+        (pictures(picture_words=(1, 2)), r"Mine: picture_words is \(1, 2\); give 3 numbers, ids of words from 1 on"),
+        (pictures(picture=lambda self, o: jnp.zeros((4, 6, 3))), r"Mine: picture\(observation\) is float32\[4, 6, 3\]; give uint8"),
+        (pictures(picture=lambda self, o: None), r"Mine: picture\(observation\) is NoneType\[\]; give uint8\[4, 6, 3\]"),
+        (pictures(picture=lambda self, o: 1 / 0), r"Mine: picture\(observation\) fails with ZeroDivisionError"),
+        (
+            pictures(prompt=lambda self: None, prompt_slots=lambda self, K: 1, goal_text=lambda self, seen: ""),
+            "Mine has both picture and prompt; a prompt of its own shows no picture, so leave one of the two out",
+        ),
         (signals(5), r"Mine: signal_values\(state\) fails with TypeError: "),
     ],
 )

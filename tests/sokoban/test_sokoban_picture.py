@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from plain_sokoban import PlainSokoban
 
-from hgpo_jax.envs.sokoban import Sokoban
+from hgpo_jax.envs.sokoban import Sokoban, SokobanPixels
 from hgpo_jax.envs.sokoban.env import State
 from hgpo_jax.envs.sokoban.picture import tiles
 from tests.helpers.refusals import refused
@@ -83,6 +83,18 @@ def test_every_pixel_is_what_the_plain_rules_say(rooms, tile):
     assert seen == set(KINDS)
 
 
+@pytest.mark.parametrize("tile", [1, 6])
+def test_an_observation_is_enough_for_the_picture(rooms, tile):
+    """Inside the compiled rollout, where a policy sees."""
+    _, states = rooms
+    env = SokobanPixels(7, 2, tile=tile)
+    observations = jax.vmap(env._observe)(states)
+    pictures = jax.jit(jax.vmap(env.picture))(observations)
+    assert pictures.shape[1:] == (*env.picture_size, 3) and len(np.unique(pictures, axis=0)) == 4
+    np.testing.assert_array_equal(pictures, jax.vmap(lambda state: env.render(state, tile))(states))
+    assert [env.words[index] for index in env.picture_words] == ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+
+
 def test_a_pixel_is_enough_to_tell_what_stands_in_a_cell():
     assert len({tuple(tile) for tile in tiles(1).reshape(7, 3).tolist()}) == 7
 
@@ -92,3 +104,5 @@ def test_other_sides_are_refused(rooms, tile):
     env, states = rooms
     with refused(f"tile={tile!r}: must be a positive whole number of pixels"):
         env.render(jax.tree.map(lambda a: a[0], states), tile)
+    with refused(f"tile={tile!r}: must be a whole number between 1 and 64"):
+        SokobanPixels(tile=tile)

@@ -1,0 +1,69 @@
+"""The vision of small policies, and what does not fit together is refused in one line."""
+
+import dataclasses
+
+import pytest
+
+from hgpo_jax.config import load
+from hgpo_jax.envs.sokoban import Sokoban, SokobanPixels
+from hgpo_jax.policy.mesh import abstract_mesh
+from hgpo_jax.setup.memory import workload_of
+from hgpo_jax.setup.sight import check_sight, small_model
+from hgpo_jax.setup.validate import check_together
+from tests.helpers.refusals import refused
+
+ENV = SokobanPixels(tile=4)
+
+
+def config(*overrides):
+    return load("sokoban_pixels", overrides)
+
+
+def test_a_policy_has_eyes_where_there_are_pictures():
+    model = small_model(config().policy, 144, ENV)
+    assert model.model_type == "qwen2_5_vl" and model.vision.patch_size == 4 and model.vision.window == 6
+    assert sum(model.vision.mrope_section) == 16
+    check_sight(config(), model, ENV)
+    blind = small_model(config().policy, 144, Sokoban())
+    assert blind.vision is None
+    check_sight(config(), blind, Sokoban())
+    check_together(config())
+    workload = workload_of(config(), abstract_mesh("data=1"))
+    assert workload.prompt == 1 + 36 + 2 + 1
+    assert workload.model == dataclasses.replace(model, vocab_size=workload.model.vocab_size)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.history_length=2"], "rollout.history_length=2: a prompt of env.name=sokoban_pixels shows one picture"),
+        (["method=ppo"], "method=ppo: its critic sees no pictures, which env.name=sokoban_pixels shows; give one without"),
+    ],
+)
+def test_what_does_not_go_with_pictures(overrides, said):
+    with refused(said):
+        check_together(config(*overrides))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("policy.vision_heads=3", "policy.vision_hidden_size=32: must be vision_heads=3 times a multiple of 4"),
+        ("policy.num_attention_heads=16", "policy.hidden_size=64: with pictures must be at least 6 times num_attention_heads=16"),
+    ],
+)
+def test_sizes_that_do_not_fit(override, said):
+    with refused(said):
+        workload_of(config(override), abstract_mesh("data=1"))
+
+
+def test_a_policy_that_sees_otherwise():
+    model, given = small_model(config().policy, 144, ENV), config("policy.source=FOLDER")
+    with refused("policy.source=FOLDER: sees no pictures, which env.name=sokoban_pixels shows; give a qwen2_5_vl"):
+        check_sight(given, dataclasses.replace(model, model_type="qwen2", vision=None), ENV)
+    for tile in (3, 8):
+        shown = f"env.name=sokoban_pixels shows {6 * tile} x {6 * tile} pixels"
+        with refused(f"sees a feature in 4 x 4 pixels, of 576 to 576; {shown}"):
+            check_sight(given, model, SokobanPixels(tile=tile))
+    with refused(f"its image token is 7, in env.name=sokoban_pixels {ENV.picture_words[1]}; give a policy"):
+        check_sight(given, dataclasses.replace(model, vision=dataclasses.replace(model.vision, image_token_id=7)), ENV)
