@@ -70,10 +70,10 @@ def masked_logps(logits):
 def logps_by_hand(prompts, lengths, responses, pixels):
     """f32[N, R] by the policy's own way for pictures on the host, one forward pass over prompt and response."""
     policy = Policy(MODEL, parameters(), None)
-    pictures, _ = policy.see([[one] for one in pixels])
+    pictures, _ = policy.see([[one] for one in np.asarray(pixels)])
     R = responses.shape[1]
-    text = np.pad(prompts, ((0, 0), (0, R)))
-    slots = lengths[:, None] + np.arange(R)
+    text = np.pad(np.asarray(prompts), ((0, 0), (0, R)))
+    slots = np.asarray(lengths)[:, None] + np.arange(R)
     np.put_along_axis(text, slots, responses, 1)
     logps = masked_logps(policy.logits(text, lengths + R, pictures))
     return np.take_along_axis(np.take_along_axis(logps, slots[..., None] - 1, 1), responses[..., None], 2)[..., 0]
@@ -151,7 +151,7 @@ def test_an_image_token_is_never_sampled():
 def test_long_answers_of_rows_that_are_compacted():
     """Every row of a batch keeps its own offset of rotary positions."""
     e = play()
-    prompts, lengths, pixels = (a[:, 0] for a in (e.prompts, e.prompt_lengths, e.pictures))
+    prompts, lengths, pixels = (jnp.asarray(a[:, 0]) for a in (e.prompts, e.prompt_lengths, e.pictures))
 
     @jax.jit
     def sample(params):

@@ -49,7 +49,7 @@ def test_what_does_not_go_with_pictures(overrides, said):
     ("override", "said"),
     [
         ("policy.vision_heads=3", "policy.vision_hidden_size=32: must be vision_heads=3 times a multiple of 4"),
-        ("policy.num_attention_heads=16", "policy.hidden_size=64: with pictures must be at least 6 times num_attention_heads=16"),
+        ("policy.num_attention_heads=16", "policy.hidden_size=64: with pictures must be at least 6 times"),
     ],
 )
 def test_sizes_that_do_not_fit(override, said):
