@@ -195,7 +195,7 @@ def test_splits():
         (["Qwen/Qwen2.5-0.5B", "--config", "household", "--seeds", "1"], "for a policy from the hub give --to"),
         ([], "none is given; name the folder of a run, or two results"),
         (["RUN", "--panel", "nothing"], "--panel nothing: there is none of this name; give one of alfworld-valid_seen,"),
-        (["RUN", "--panel", "sokoban"], "env.name=household: --panel sokoban is played in sokoban or sokoban_text"),
+        (["RUN", "--panel", "sokoban"], "env.name=household: --panel sokoban is played in sokoban or sokoban_pixels or"),
         (["RUN", "--panel", "household", "--split", "held_out"], "--split held_out: --panel household decides the tasks"),
         (["RUN", "--panel", "household", "env.max_turns=3"], "--panel household decides env.max_turns; leave it out"),
         (["RUN", "--panel", "household", "evaluation.episodes=3"], "decides evaluation.episodes; leave it out"),

@@ -120,12 +120,12 @@ METHOD = {
 # Other environments' and methods' fields, places, speed, and what is written: no result depends on them here.
 ELSEWHERE = (
     "name", "run_dir", "cache_dir", "mesh", "env.tasks", "env.rooms", "env.places", "env.milestones", "env.size",
-    "env.problems", "env.operations", "env.digits",
+    "env.tile", "env.problems", "env.operations", "env.digits",
     "env.options", "env.template", "env.data", "env.generated", "env.workers", "env.time_limit", "env.command", "env.failed",
     "env.passages", "env.top_k", "env.retriever",
     "env.num_held_out_tasks", "lora.alpha", "lora.targets", "rollout.decode_batch_size", "cloning.",
     "learner.microbatch_size", "learner.remat", "learner.offload", "evaluation.every", "roles", "log.",
-    *(f"policy.{name}" for name in ("tokenizer", *configuration.PolicyConfig().sizes)),
+    *(f"policy.{name}" for name in ("tokenizer", "vision_", *configuration.PolicyConfig().sizes)),
 )  # fmt: skip
 CELLS = planning.cells(PLAN)
 
