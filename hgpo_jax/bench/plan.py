@@ -198,6 +198,8 @@ class Programs:
         )
         if converses(config):
             batch = batch.replace(chain=self._array(workload.steps))
+        if workload.picture:
+            batch = batch.replace(pictures=self._array(workload.steps, *workload.picture, 3, dtype=jnp.uint8))
         moments = jax.eval_shape(optimizer.init, self._params)
         moments = _place(moments, shardings_like(moments, self._model, self._mesh))
         inputs = self._compute, batch, self._array(workload.steps), self._scalar, self._array(dtype=jnp.float32)

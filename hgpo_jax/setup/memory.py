@@ -57,7 +57,8 @@ class Workload:
     """The shapes of one iteration.
 
     model: the policy's sizes. prompt, response: P and R, slots. steps: decisions that an iteration records. decode_batch:
-    prompts that one index of the `data` axis decodes at a time.
+    prompts that one index of the `data` axis decodes at a time. picture: height and width of what each prompt shows, in pixels;
+    None: nothing.
     """
 
     model: ModelConfig
@@ -65,6 +66,7 @@ class Workload:
     response: int
     steps: int
     decode_batch: int
+    picture: tuple[int, int] | None = None
 
 
 def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[str, int]]:
@@ -82,6 +84,8 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
         always["reference policy"] = sizes.policy * sizes.compute_bytes
     sets = words_of(workload.model.vocab_size) if config.rollout.constrain == "admissible" else 0
     always["episodes"] = workload.steps * (workload.prompt + (2 + sets) * workload.response + 8) * 4
+    if workload.picture:
+        always["episodes"] += workload.steps * 3 * math.prod(workload.picture)
     if config.rollout.overlap:
         always["episodes"] *= 2  # those that are learned from, and the next ones
     sampling = _sampling(sizes, workload, lockstep=backend(config) == "compiled")
@@ -228,7 +232,7 @@ def _sampling(sizes: _Sizes, workload: Workload, lockstep: bool) -> dict[str, in
     prefill = tokens * 2 * D * compute + max(2 * 4 * scores / sizes.fsdp / sizes.tensor, feed_forward)
     tables = model.vocab_size * D * (1 if model.tie_word_embeddings else 2)
     blocks = 1 - tables / sum(a.size for a in jax.tree.leaves(shapes(model)))
-    return {
+    return _pictures(workload, sizes, rows) | {
         "compute copy": sizes.compute_copy,
         "weights by layer": int(sizes.policy * compute * blocks),
         "key-value cache": int(cache),
@@ -263,7 +267,7 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
     shape, copies = (conversation_shape, 5) if converses(config) else (sequence_shape, 3)
     predictions = rows * sizes.fsdp * shape(workload.prompt, workload.response).predictions
     logits = copies * 4 * min(predictions * model.vocab_size, max(MAX_LOGITS, rows * sizes.fsdp * model.vocab_size))
-    return {
+    return _pictures(workload, sizes, rows, config.learner.remat) | {
         # Policy and critic learn one after the other.
         "compute copy": max(sizes.compute_copy, critic * sizes.compute_bytes * (sizes.compute_bytes != 4)),
         # The gradients of a micro-batch, their sum, and the optimizer's updates.
@@ -272,6 +276,26 @@ def _update(config: Config, sizes: _Sizes, workload: Workload) -> dict[str, int]
         "logits": int(logits / sizes.fsdp / sizes.tensor),
         "gathered weights": int(2 * sizes.gathered_layer),
     }
+
+
+def _pictures(workload: Workload, sizes: _Sizes, rows: int, remat: str | None = None) -> dict[str, int]:
+    """Counts the bytes of the vision tower for the pictures of a batch of rows.
+
+    remat: what the forward pass saves for the backward pass; None: there is none.
+    """
+    v, compute = workload.model.vision, sizes.compute_bytes
+    if workload.picture is None or v is None:
+        return {}
+    patches, D, F = math.prod(workload.picture) // v.patch_size**2, v.hidden_size, v.intermediate_size
+    seen = patches if v.fullatt_block_indexes else min(patches, (v.window * v.spatial_merge_size) ** 2)
+    scores = min(rows * v.num_heads * patches * seen, MAX_SCORES) // sizes.tensor
+    block = 3 * 4 * scores + rows * patches * (8 * D + 3 * F) * compute
+    inputs = 2 * 4 * rows * patches * v.patch_length
+    if remat is None:
+        return {"pictures": inputs + block}
+    products = rows * patches * (7 * D + 2 * F) * compute  # saved per block by "dots"
+    saved = {"none": block, "dots": products, "full": rows * patches * D * compute}[remat]
+    return {"pictures": inputs + (v.depth - 1) * saved + block}
 
 
 def _training_activations(remat: str, sizes: _Sizes, workload: Workload, rows: int) -> float:
@@ -313,6 +337,7 @@ def workload_of(config: Config, mesh) -> Workload:
         response=response,
         steps=batch * max_turns(config.env),
         decode_batch=min(settings.decode_batch_size, -(-batch // mesh.shape["data"])),
+        picture=env.picture_size if entry.pictures else None,
     )
 
 

@@ -11,6 +11,7 @@ from hgpo_jax.bench import limits, plan
 from hgpo_jax.config import cli, load
 from hgpo_jax.policy import ModelConfig, shapes
 from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.policy.model_config import VisionConfig
 from hgpo_jax.setup import job, memory
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.byte_policy import byte_policy
@@ -59,6 +60,27 @@ def test_the_plan_is_within_15_percent_of_xla(env, spec, devices, micro, decode_
     for phase, measured in largest.items():
         expected = always + sum(phases[phase].values())
         assert abs(expected / measured - 1) < 0.15, (phase, expected, measured)
+
+
+VISION = VisionConfig(
+    depth=3, hidden_size=128, intermediate_size=256, num_heads=4, out_hidden_size=256, fullatt_block_indexes=(),
+    mrope_section=(8, 12, 12), window_size=96, patch_size=4, spatial_merge_size=2, image_token_id=7, min_pixels=1,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("micro", "remat"), [(8, "none"), (16, "dots"), (16, "full")])
+def test_the_plan_of_an_update_with_pictures_is_within_15_percent_of_xla(micro, remat):
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    config = load("sokoban_pixels", [f"learner.microbatch_size={micro}", f"learner.remat={remat}", "mesh=data=1"])
+    model = ModelConfig(**SIZES, model_type="qwen2_5_vl", vision=VISION)
+    workload = memory.Workload(model, 100, 2, steps=64, decode_batch=16, picture=(96, 96))
+    phases = memory.bytes_by_phase(config, mesh, workload)
+    always = sum(phases["always"].values())
+    lower = next(lower for name, lower, _ in plan.Programs(config, mesh, workload, always) if name == "update")
+    measured, expected = limits.compiled_bytes(lower().compile()), always + sum(phases["update"].values())
+    assert phases["update"]["pictures"] > 0.2 * expected  # the comparison is about them
+    assert abs(expected / measured - 1) < 0.15, (expected, measured)
 
 
 def test_cores_that_no_mesh_takes_leave_their_memory_to_the_others():
