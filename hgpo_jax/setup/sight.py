@@ -31,8 +31,6 @@ def small_model(policy: PolicyConfig, vocabulary: int, env: Any = None) -> Model
         raise ValueError(
             f"vision_hidden_size={policy.vision_hidden_size}: must be vision_heads={policy.vision_heads} times a multiple of 4"
         )
-    # A quarter of the frequencies for the time, the rest for row and column, as in Qwen2.5-VL.
-    time = max(1, half // 4)
     height, wide = env.picture_size
     before, feature, after = env.picture_words
     vision = VisionConfig(
@@ -42,7 +40,7 @@ def small_model(policy: PolicyConfig, vocabulary: int, env: Any = None) -> Model
         num_heads=policy.vision_heads,
         out_hidden_size=width,
         fullatt_block_indexes=(),  # the window is the whole picture
-        mrope_section=(time, (half - time + 1) // 2, (half - time) // 2),
+        mrope_section=rope_sections(half),
         window_size=max(height, wide),
         patch_size=height // env.picture_features[0] // MERGE,
         spatial_merge_size=MERGE,
@@ -54,6 +52,12 @@ def small_model(policy: PolicyConfig, vocabulary: int, env: Any = None) -> Model
         max_pixels=height * wide,
     )
     return ModelConfig(vocab_size=vocabulary, model_type="qwen2_5_vl", vision=vision, **policy.sizes)
+
+
+def rope_sections(half: int) -> tuple[int, int, int]:
+    """Splits the rotary frequencies of a head: a quarter for the time, the rest for row and column, as in Qwen2.5-VL."""
+    time = max(1, half // 4)
+    return time, (half - time + 1) // 2, (half - time) // 2
 
 
 def check_sight(config: Config, model: ModelConfig, env: Any) -> None:

@@ -34,8 +34,9 @@ from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import embedding_rows, read_tokenizer
 from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
-from hgpo_jax.rollout.environments import ENVIRONMENTS
+from hgpo_jax.rollout.environments import ENVIRONMENTS, environment
 from hgpo_jax.setup.job import open_devices
+from hgpo_jax.setup.sight import rope_sections
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.progress import say
@@ -190,7 +191,7 @@ def _save_policies(config: Config, sources: set[str], axes: dict[str, int], fiel
             unseen.append(
                 f"the tokenizer and template of {source}, which are not on this machine (the environment's own words)"
             )
-        model = smaller_model(model, axes, len(tokenizer))
+        model = smaller_model(model, axes, len(tokenizer), sees=environment(config.env).pictures)
         place = folder / f"policy{number}"
         Policy(model, initialize(model, 0, mesh), tokenizer).save(place)
         for name in huggingface_folder.TOKENIZER_FILES:
@@ -217,8 +218,11 @@ def _origin(config: Config, source: str) -> tuple[ModelConfig, Any, Path | None]
         raise ConfigError(f"policy.source={source}: its sizes are not known: {error}") from None
 
 
-def smaller_model(model: ModelConfig, axes: dict[str, int], words: int) -> ModelConfig:
-    """Returns a model of few layers and heads, with the same ratios of heads and widths, that the mesh divides."""
+def smaller_model(model: ModelConfig, axes: dict[str, int], words: int, sees: bool = False) -> ModelConfig:
+    """Returns a model of few layers and heads, with the same ratios of heads and widths, that the mesh divides.
+
+    sees: whether it keeps its vision tower, with few blocks.
+    """
     tensor = axes["tensor"]
     kv_heads = tensor if model.num_key_value_heads % tensor == 0 else 1
     heads = kv_heads * (model.num_attention_heads // model.num_key_value_heads)
@@ -228,6 +232,14 @@ def smaller_model(model: ModelConfig, axes: dict[str, int], words: int) -> Model
     width = heads * size
     inner = math.ceil(model.intermediate_size * width / model.hidden_size / (size * tensor)) * size * tensor
     split = tensor * axes["fsdp"]
+    vision = None
+    if sees and model.vision:
+        v = model.vision
+        depth, whole = min(LAYERS, v.depth), v.fullatt_block_indexes
+        # Both kinds of attention, where the model has them.
+        full = tuple(range(depth)) if len(whole) == v.depth else (depth - 1,) if whole else ()
+        fields = {"depth": depth, "fullatt_block_indexes": full, "out_hidden_size": width}
+        vision = dataclasses.replace(v, **fields, mrope_section=rope_sections(size // 2))
     return dataclasses.replace(
         model,
         vocab_size=math.ceil(max(embedding_rows(words), words) / split) * split,
@@ -237,8 +249,8 @@ def smaller_model(model: ModelConfig, axes: dict[str, int], words: int) -> Model
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=size if model.model_type == "qwen3" else None,
-        model_type="qwen2" if model.vision else model.model_type,  # a run reads no pictures
-        vision=None,
+        model_type="qwen2" if model.vision and not vision else model.model_type,
+        vision=vision,
     )
 
 
