@@ -78,7 +78,7 @@ class OwnPrompts(Protocol):
 
 
 @runtime_checkable
-class Pictured(Protocol):
+class Pictured(Playable, Protocol):
     """Optional for a compiled environment: its observations are pictures, for a policy that sees.
 
     A prompt shows the picture in place of the observation's words, which still tell states apart. So observations must be

@@ -183,7 +183,8 @@ class SokobanPixels(Sokoban):
         super().__init__(size, boxes, reward, max_turns)
         if isinstance(tile, bool) or not isinstance(tile, int | np.integer) or not 1 <= tile <= 64:
             raise ValueError(f"tile={tile!r}: must be a whole number between 1 and 64")
-        self.tile, side = tile, size * tile
+        self.tile = int(tile)
+        side = size * self.tile
         self.picture_size, self.picture_features = (side, side), (size, size)
         first, self.words = len(self.words), (*self.words, *PICTURE_WORDS)
         self.picture_words = (first, first + 1, first + 2)

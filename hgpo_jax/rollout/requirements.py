@@ -136,7 +136,7 @@ def _check_picture(env, name: str) -> None:
 def _check_counts(what: str, values: Any, count: int, meaning: str) -> None:
     """Raises ValueError unless the values are so many whole numbers from 1 on."""
     whole = isinstance(values, tuple | list) and len(values) == count
-    if not whole or not all(isinstance(n, numbers.Integral) and n > 0 for n in values):
+    if not whole or not all(isinstance(n, numbers.Integral) and int(n) > 0 for n in values):
         raise ValueError(f"{what} is {values!r:.100}; give {count} numbers, {meaning}")
 
 

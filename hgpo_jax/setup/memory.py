@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import config_of, roles_by_policy
+from hgpo_jax.envs.protocol import Pictured
 from hgpo_jax.learner.logprobs import MAX_LOGITS
 from hgpo_jax.learner.methods import method_named
 from hgpo_jax.learner.packing import conversation_shape, sequence_shape
@@ -337,7 +338,7 @@ def workload_of(config: Config, mesh) -> Workload:
         response=response,
         steps=batch * max_turns(config.env),
         decode_batch=min(settings.decode_batch_size, -(-batch // mesh.shape["data"])),
-        picture=env.picture_size if entry.pictures else None,
+        picture=env.picture_size if isinstance(env, Pictured) else None,
     )
 
 

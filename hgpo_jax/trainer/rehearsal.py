@@ -238,8 +238,8 @@ def smaller_model(model: ModelConfig, axes: dict[str, int], words: int, sees: bo
         depth, whole = min(LAYERS, v.depth), v.fullatt_block_indexes
         # Both kinds of attention, where the model has them.
         full = tuple(range(depth)) if len(whole) == v.depth else (depth - 1,) if whole else ()
-        fields = {"depth": depth, "fullatt_block_indexes": full, "out_hidden_size": width}
-        vision = dataclasses.replace(v, **fields, mrope_section=rope_sections(size // 2))
+        sections = rope_sections(size // 2)
+        vision = dataclasses.replace(v, depth=depth, fullatt_block_indexes=full, out_hidden_size=width, mrope_section=sections)
     return dataclasses.replace(
         model,
         vocab_size=math.ceil(max(embedding_rows(words), words) / split) * split,
