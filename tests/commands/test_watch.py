@@ -3,9 +3,12 @@
 import io
 import sys
 
+import jax
 import numpy as np
+from PIL import Image, ImageSequence
 
 from hgpo_jax import watch
+from hgpo_jax.envs.sokoban import SokobanPixels
 
 
 def test_probabilities_are_those_of_the_tokens():
@@ -29,3 +32,17 @@ def test_in_a_terminal_enter_shows_the_next_turn(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
     watch.show(*story)
     assert asked == ["turn 1> "] and capsys.readouterr().out == shown
+
+
+def test_a_film_shows_each_picture_magnified(tmp_path):
+    env = SokobanPixels(tile=4)
+    pictures = np.stack([env.picture(env.reset(jax.random.key(seed))[1]) for seed in range(3)])
+    watch.save_film(tmp_path / "film.gif", pictures)
+    with Image.open(tmp_path / "film.gif") as film:
+        frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]
+        assert film.info["duration"] == watch.FRAME_MS
+    times = watch.FILM_SIDE // 24
+    assert [frame.shape for frame in frames] == [(24 * times, 24 * times, 3)] * 3
+    for frame, picture in zip(frames, pictures, strict=True):
+        np.testing.assert_array_equal(frame[times // 2 :: times, times // 2 :: times], picture)
+        np.testing.assert_array_equal(frame[:times, :times], np.broadcast_to(picture[0, 0], (times, times, 3)))
