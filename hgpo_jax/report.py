@@ -7,6 +7,8 @@ success. --dumps and --groups ask for more.
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import re
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from PIL import Image
 
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import Estimate
@@ -95,6 +98,13 @@ def choose(dump: Dump, count: int) -> list[int]:
     return sorted(group for *_, group in sorted(candidates)[:count])
 
 
+def data_url(picture: np.ndarray) -> str:
+    """Returns a picture, uint8[H, W, 3], as the address of an image in the page."""
+    file = io.BytesIO()
+    Image.fromarray(picture).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
 def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Lines) -> dict:
     """Returns a prompt group in the page's format. Episodes without turns are left out."""
     e = dump.episodes
@@ -108,6 +118,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
         turns = [
             {
                 "observation": lines.add(dump.observation(b, t)),
+                "picture": [] if e.pictures is None else lines.add(data_url(e.pictures[b, t])),
                 "prompt": lines.add(dump.prompt(b, t)) if readable else [],
                 "response": lines.add(dump.response(b, t)),
                 "reward": number(e.rewards[b, t]),

@@ -207,6 +207,7 @@ function step() {
   byId("step").replaceChildren(make("div", { class: "step" },
     make("h3", {}, `Episode ${at.episode}, turn ${at.turn}${turn.role && `, ${turn.role}`}`, turn.invalid ? make("span", { class: "tag" }, "invalid action") : null,
       make("a", { class: "link", href: link() }, "link to this step")),
+    turn.picture.length ? make("img", { class: "picture", src: text(turn.picture), alt: "what the policy saw" }) : null,
     make("pre", {}, text(turn.observation)), make("pre", {}, `> ${text(turn.response)}`),
     turn.prompt.length ? make("details", {}, make("summary", {}, "The whole prompt, as the agent read it"), make("pre", {}, text(turn.prompt))) : null,
     make("details", {}, make("summary", {}, "The same step in Python"), make("pre", {},
