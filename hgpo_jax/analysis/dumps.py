@@ -189,10 +189,12 @@ class Dump:
     def _slots(self, episode: int, turn: int) -> list[np.ndarray]:
         """Splits a compiled prompt (`rollout/compiled_prompts.py`): goal, K observations and actions in turn, observation."""
         e, pairs = self.episodes, self.config.rollout.history_length
-        width, action = e.observations.shape[-1], e.responses.shape[-1] - 1
+        prompt, width, action = e.prompts[episode, turn], e.observations.shape[-1], e.responses.shape[-1] - 1
+        if e.pictures is not None:  # its features stand in the observation's place, between two words
+            width = int((prompt == prompt[-3]).sum()) + 2
         sizes = [*[width, action] * pairs, width, 1]
-        goal = e.prompts.shape[-1] - sum(sizes)
-        return np.split(e.prompts[episode, turn], np.cumsum([goal, *sizes])[:-1])[:-1]
+        goal = len(prompt) - sum(sizes)
+        return np.split(prompt, np.cumsum([goal, *sizes])[:-1])[:-1]
 
     def _words(self, ids) -> str:
         ids = np.asarray(ids).tolist()

@@ -1,14 +1,22 @@
 """The HTML report: what it embeds, that texts stay texts, and in headless Chromium that it draws and answers keys."""
 
+import base64
 import html.parser
+import io
 import json
 import re
 import subprocess
 
+import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from hgpo_jax import analysis, report
+from hgpo_jax.config import load
+from hgpo_jax.envs.sokoban import SokobanPixels
+from hgpo_jax.policy.tokenizer import word_tokenizer
+from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.trainer import curves
 from hgpo_jax.utils import figures
 from tests.helpers.inspected import EXAMPLE, text_run
@@ -98,6 +106,29 @@ def test_what_is_embedded_is_what_the_run_says(content, page):
     titles = {panel["title"] for panels in data["panels"].values() for panel in panels}
     assert titles == {panel.title for panel in (*curves.LEARNING, *curves.GROUPS)}
     assert all(panel["unit"] for panels in data["panels"].values() for panel in panels)
+
+
+def test_pictures_are_embedded_once():
+    """Two episodes of one room, the second of which moves to another; goals hold no image tokens."""
+    env = SokobanPixels(tile=2)
+    rooms = [np.asarray(env.reset(jax.random.key(seed))[1]) for seed in range(2)]
+    before, feature, after = env.picture_words
+    e = Episodes.zeros(2, 2, 40, 2)
+    e.mask[:] = [[True, False], [True, True]]
+    e.prompts[:] = [env.word_id["push_every_box_onto_a_target"], before, *[feature] * 36, after, len(env.words) + 2]
+    order = np.array([[0, 0], [0, 1]])
+    seen = np.stack([env.picture(room) for room in rooms])[order]
+    e = e.replace(observations=np.stack(rooms)[order], states=order, pictures=seen)
+    dump = analysis.Dump(e, load(None, ["env.name=sokoban_pixels", "rollout.history_length=0"]), word_tokenizer(env.words))
+    lines = report.Lines()
+    group = report.group_data(dump, 0, {"hgpo": dump.estimate("hgpo")}, lines)
+    assert group["goal"] == "push_every_box_onto_a_target"
+    addresses = [[lines.all()[turn["picture"][0]] for turn in episode["turns"]] for episode in group["episodes"]]
+    assert addresses[0] == addresses[1][:1] and len(set(addresses[1])) == 2
+    for address, picture in zip(addresses[1], seen[1], strict=True):
+        start, _, data = address.partition(",")
+        assert start == "data:image/png;base64"
+        np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))), picture)
 
 
 def test_groups_with_mixed_outcomes_are_chosen():
