@@ -3,7 +3,8 @@
     grammars = Grammars(tokenizer, vocabulary, end_tokens)
     constraint = grammars.constraint(AnswerForm(json=Json("response_format", {"type": "object"})))
 
-Needs llguidance, the extra `grammar`; xgrammar 0.2.9 requires torch and triton. It decides byte by byte: a token may end one part of an answer and begin the next.
+Needs llguidance, the extra `grammar`; xgrammar 0.2.9 requires torch and triton. It decides byte by byte: a token may
+end one part of an answer and begin the next.
 """
 
 from __future__ import annotations
