@@ -25,7 +25,8 @@ def script():
 def test_rows_are_the_prompts_and_answers_of_a_chat(script):
     chance = random.Random(1)
     played = [script.conversation(chance) for _ in range(64)]
-    plain = script.PreTrainedTokenizerFast(tokenizer_object=script.Tokenizer(script.models.BPE()), chat_template=script.TEMPLATE)
+    nothing = script.Tokenizer(script.models.BPE())
+    plain = script.PreTrainedTokenizerFast(tokenizer_object=nothing, chat_template=script.TEMPLATE)
     render = {"tools": [TOOL], "tokenize": False}
     tokenizer = script.make_tokenizer([plain.apply_chat_template(messages, **render) for messages in played])
     ids, wrote = script.rows(tokenizer, played)
