@@ -87,7 +87,6 @@ def assert_same_state(run, wanted):
 CLONING = ("cloning.stop_at=1", "cloning.max_steps=20", "cloning.check_every=20")
 SETTINGS = {
     "critic and adapters": ("method=ppo", "lora.rank=2", *CLONING),
-    "overlap and adapters": ("rollout.overlap=1", "lora.rank=2", *CLONING),
     "text of roles": ("env.name=household_team_text", "warm_start=none", "rollout.prompt_limit=512", "rollout.response_limit=8",
                       "env.max_turns=3", "roles.searcher.policy=own",
                       "roles.searcher.lr=1e-3", "roles.carrier.lora_rank=2"),
