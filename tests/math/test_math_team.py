@@ -1,4 +1,4 @@
-"""Mathematics for two: whose turn it is, what each role sees, what ends an episode, and that roles learn."""
+"""Mathematics for two: whose turn it is, what each role sees, and what ends an episode."""
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,6 @@ from hgpo_jax.envs.math.problems import Problem, Problems
 from hgpo_jax.envs.math.team import ROUNDS, SOLVER, VERIFIER, GeneratedTeam, ListedTeam
 from hgpo_jax.rollout.backend import role_names
 from hgpo_jax.rollout.requirements import check_text
-from tests.helpers.training import command, rows_of
 
 PROBLEM = Problem("Lena has 12 pens, finds 7 and triples them.", "57", 0, ("12+7", "19*3"))
 ACCEPT, REJECT = "<verdict>accept</verdict>", "Hm. <verdict> reject </verdict>"
@@ -103,16 +102,3 @@ def test_its_scripted_players_solve_all_and_send_back_what_is_wrong():
         assert reward == 10 and said[0] == "<verdict>reject</verdict>" and said[-1] == ACCEPT
     assert check_text(env) is None
     assert role_names(load(None, ["env.name=math_team"])) == env.roles == ROLES["math_team"]
-
-
-@pytest.mark.slow
-def test_both_roles_learn(tmp_path):
-    """A small policy with the words of the problems, by the method for teams."""
-    fields = ("policy.hidden_size=16", "policy.num_hidden_layers=1", "rollout.prompt_groups=4", "rollout.group_size=4",
-              "learner.minibatch_size=16", "cloning.episodes=64", "cloning.max_steps=20", "cloning.check_every=20",
-              "iterations=1", "evaluation.episodes=16", "method=dr_mas", "log.tensorboard=false",
-              "env.name=math_team", "env.template=math_plain", "cache_dir=cache", "run_dir=run")  # fmt: skip
-    command("-m", "hgpo_jax.train", "--config", "math_small", *fields, cwd=tmp_path, devices=1)
-    (row,) = rows_of(tmp_path / "run")
-    assert {"signal/format", "signal/calculation", "signal/verdict"} <= row.keys()
-    assert {role for name in row for role in ("solver", "verifier") if role in name} == {"solver", "verifier"}
