@@ -157,36 +157,35 @@ def parser() -> Parser:
     common.add_argument("--seed", type=seed, default=0, metavar="N", help="which task; default 0")
     common.add_argument("--turns", type=command_line.whole_number, metavar="N", help="actions after which the game ends")
     games = p.add_subparsers(metavar="ENVIRONMENT", required=True, parser_class=Parser)
-    add = lambda name, start: games.add_parser(name, parents=[common], help=start.__doc__, allow_abbrev=False)  # noqa: E731
+
+    def add(start: Callable, name: str = "") -> Parser:
+        g = games.add_parser(name or start.__name__, parents=[common], help=start.__doc__, allow_abbrev=False)
+        g.set_defaults(start=start)
+        return g
 
     for start in (household, household_team, household_subgoals):
-        g = add(start.__name__, start)
-        g.set_defaults(start=start)
+        g = add(start)
         g.add_argument("--tasks", nargs="+", default=["place"], metavar="TASK", help="task types to draw from")
         g.add_argument("--rooms", nargs="+", default=["kitchen"], metavar="ROOM", help="rooms to draw from")
         g.add_argument("--places", type=int, default=6, metavar="N", help="receptacles, 6 to 12")
         g.add_argument("--things", type=int, default=4, metavar="N", help="things, 2 to 8")
 
-    g = add("sokoban", sokoban)
-    g.set_defaults(start=sokoban)
+    g = add(sokoban)
     g.add_argument("--size", type=int, default=6, metavar="N", help="cells along a side, 6 to 10")
     g.add_argument("--boxes", type=int, default=1, metavar="N", help="boxes, 1 to 4")
     g.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the room there after each turn")
 
-    g = add("alfworld", alfworld)
-    g.set_defaults(start=alfworld)
+    g = add(alfworld)
     g.add_argument("game", type=Path, metavar="GAME", help="a game.tw-pddl file, or a folder with such files")
     g.add_argument("--logic", type=Path, metavar="DIR", help="folder whose alfred.pddl and alfred.twl2 replace the file's")
 
-    g = add("webshop", webshop)
-    g.set_defaults(start=webshop)
+    g = add(webshop)
     g.add_argument("items", type=Path, metavar="ITEMS", help="the catalogue, .json or .json.gz, or a built folder")
     g.add_argument("attributes", type=Path, nargs="?", metavar="ATTRIBUTES", help="attributes and synthetic instructions")
     g.add_argument("--human", type=Path, metavar="FILE", help="play the human instructions of this file")
 
     for start in (search, search_team):
-        g = add(start.__name__, start)
-        g.set_defaults(start=start)
+        g = add(start)
         g.add_argument("--data", default="", metavar="FOLDER", help="questions and passages; default: a generated world")
         g.add_argument("--passages", type=command_line.whole_number, default=3000, metavar="N", help="of the generated world")
         g.add_argument(
@@ -195,15 +194,13 @@ def parser() -> Parser:
         g.add_argument("--retriever", default="", metavar="URL", help="a server that finds the passages")
         g.add_argument("--cache", type=Path, default=Path("runs/cache"), metavar="FOLDER", help="of indexes")
 
-    g = add("math", math)
-    g.set_defaults(start=math)
+    g = add(math)
     g.add_argument("--data", type=Path, metavar="FOLDER", help="a problem of its test.jsonl")
     g.add_argument("--problems", nargs="+", default=["arithmetic", "equation", "story"], metavar="KIND", help="to draw from")
     g.add_argument("--operations", type=int, default=2, metavar="N", help="operations in a problem, 1 to 8")
     g.add_argument("--digits", type=int, default=2, metavar="N", help="digits of its numbers, 1 to 6")
 
-    g = add("own", own_environment)
-    g.set_defaults(start=own_environment)
+    g = add(own_environment, "own")
     g.add_argument("name", metavar="PLACE", help=f"where its class is{_installed()}")
     g.add_argument("options", nargs="*", metavar="option=value", help="keyword arguments of its class")
     return p
