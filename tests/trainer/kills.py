@@ -1,13 +1,10 @@
 """`kill -9` at random moments of a short run: every time it resumes, and ends as if nothing had happened.
 
-    python -m tests.trainer.kills FOLDER --kills 50      # prints one line per kill
-
 Three of four kills fall between the first rollout of a process and its end, the others before.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import signal
@@ -20,7 +17,7 @@ import numpy as np
 from tests.helpers import runs
 
 RUN = (
-    "iterations=12", "env.max_turns=6", "policy.hidden_size=32", "policy.intermediate_size=64",
+    "iterations=4", "env.max_turns=6", "policy.hidden_size=32", "policy.intermediate_size=64",
     "policy.num_hidden_layers=1", "rollout.prompt_groups=2", "rollout.group_size=4", "rollout.history_length=1",
     "learner.minibatch_size=8", "cloning.episodes=512", "cloning.max_steps=200", "cloning.stop_at=0.05",
     "log.checkpoint_every=1", "log.dump_every=2", "log.tensorboard=false", "evaluation.episodes=8", "evaluation.every=5",
@@ -72,26 +69,22 @@ def moment(run: Path, child: runs.Run) -> str:
     return "rollout, update and the rest"
 
 
-def undisturbed(folder: Path, fields: tuple[str, ...] = RUN, times: int = 2) -> tuple[float, float]:
-    """Makes the run without a kill, in folder/whole/run; returns its seconds before the first rollout and after that.
-
-    times: how often it is made; the second time everything is in the cache.
-    """
-    for home in ("first", "whole")[-times:]:
-        began = time.monotonic()
-        child = runs.start(folder / home, *fields, f"cache_dir={folder / 'cache'}")
-        child.wait_for(child.trains)
-        trains = time.monotonic()
-        assert child.wait() == 0, child.log.read_text()
+def undisturbed(folder: Path) -> tuple[float, float]:
+    """Makes the run without a kill, in folder/whole/run; returns its seconds before the first rollout and after that."""
+    began = time.monotonic()
+    child = runs.start(folder / "whole", *RUN, f"cache_dir={folder / 'cache'}")
+    child.wait_for(child.trains)
+    trains = time.monotonic()
+    assert child.wait() == 0, child.log.read_text()
     return trains - began, time.monotonic() - trains
 
 
-def kill_again_and_again(folder: Path, seconds: tuple[float, float], kills: int, fields=RUN, seed: int = 0) -> Counter:
+def kill_again_and_again(folder: Path, seconds: tuple[float, float], kills: int) -> Counter:
     """Kills runs so often, and brings each to its end; returns how often at which moment.
 
     folder, seconds: of `undisturbed`.
     """
-    chance, killed, number, fields = random.Random(seed), Counter(), 0, (*fields, f"cache_dir={folder / 'cache'}")
+    chance, killed, number, fields = random.Random(0), Counter(), 0, (*RUN, f"cache_dir={folder / 'cache'}")
     while True:
         home, last = folder / f"{number:03d}", killed.total() == kills
         child = runs.start(home, *fields, dies=not last)
@@ -119,18 +112,3 @@ def kill_again_and_again(folder: Path, seconds: tuple[float, float], kills: int,
         number += 1
         # On a machine that has become faster every moment would otherwise come too late.
         seconds = 0.8 * seconds[0], 0.8 * seconds[1]
-
-
-def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("folder", type=Path)
-    p.add_argument("--kills", type=int, default=50)
-    p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args()
-    folder = args.folder.absolute()
-    for where, count in kill_again_and_again(folder, undisturbed(folder), args.kills, seed=args.seed).most_common():
-        print(f"{count:4d}  {where}")
-
-
-if __name__ == "__main__":
-    main()

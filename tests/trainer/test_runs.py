@@ -20,14 +20,12 @@ from tests.helpers.glossary import unexplained
 
 pytestmark = pytest.mark.slow
 
-PLAIN = (*(field for field in RUN if not field.startswith("iterations")), "iterations=4")
-
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """A folder with the run in one piece and the cache of all runs; how long the run took."""
     folder = tmp_path_factory.mktemp("runs")
-    return folder, kills.undisturbed(folder, PLAIN, times=1)
+    return folder, kills.undisturbed(folder)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +42,7 @@ def cache(undisturbed):
 def half(cache, tmp_path_factory):
     """The run, killed in the third iteration: two are checkpointed, and there is a row more."""
     home = tmp_path_factory.mktemp("half")
-    killed(home, 2, *PLAIN, cache)
+    killed(home, 2, *RUN, cache)
     return home / "run"
 
 
@@ -95,7 +93,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_halves_equal_the_whole_to_the_bit(cache, whole, tmp_path, setting):
-    fields = (*PLAIN, cache, *SETTINGS[setting], "iterations=2")
+    fields = (*RUN, cache, *SETTINGS[setting], "iterations=2")
     if "text" in setting:
         byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
         fields += (f"policy.tokenizer={tmp_path / 'tokenizer'}",)
@@ -115,7 +113,7 @@ def test_halves_equal_the_whole_to_the_bit(cache, whole, tmp_path, setting):
 def test_a_run_in_a_bucket_goes_on_on_another_machine(cache, whole, tmp_path):
     """Killed while it trains; a folder that is reached by its URL stands for the bucket."""
     url, bucket = f"file://{tmp_path}/bucket/run", tmp_path / "bucket/run"
-    fields = (*(field for field in PLAIN if not field.startswith("run_dir")), cache)
+    fields = (*(field for field in RUN if not field.startswith("run_dir")), cache)
     killed(tmp_path, 2, *fields, f"run_dir={url}")
     assert {path.name for path in (bucket / "checkpoints").iterdir()} >= {"2"}
     shutil.rmtree(Path(cache.removeprefix("cache_dir="), "remote"))  # another machine has none
@@ -133,7 +131,7 @@ def copied(run, home) -> Path:
 
 def test_another_mesh_goes_on(cache, half, whole, tmp_path):
     run = copied(half, tmp_path)
-    runs.run(tmp_path, *PLAIN, cache, "mesh=fsdp=2")
+    runs.run(tmp_path, *RUN, cache, "mesh=fsdp=2")
     ours, theirs = timeless(run), timeless(whole)
     assert ours[:2] == theirs[:2]
     for row, wanted in zip(ours[2:], theirs[2:], strict=True):
@@ -144,7 +142,7 @@ def test_another_mesh_goes_on(cache, half, whole, tmp_path):
 
 def test_signals_save_and_leave(cache, whole, tmp_path):
     """One in a rollout and one in an update, with checkpoints that would come much later."""
-    fields = (*PLAIN, cache, "log.checkpoint_every=50")
+    fields = (*RUN, cache, "log.checkpoint_every=50")
     for number, where, done in ((signal.SIGTERM, "training.sample", 1), (signal.SIGINT, "Recorder.row", 3)):
         said = runs.run(tmp_path, *fields, code=SIGNALLED.format(where=where, number=int(number)), expect=128 + number)
         assert f"stopped by {number.name}: {done} of 4 iterations are saved; continue with --resume run" in said
@@ -170,7 +168,7 @@ def signalled(*given):
 
 def test_a_signal_before_there_is_anything_to_save(cache, tmp_path):
     code = "import os\nfrom hgpo_jax.trainer import main\nmain.build = lambda *given: os.kill(os.getpid(), 15)"
-    said = runs.run(tmp_path, *PLAIN, cache, code=code, expect=143)
+    said = runs.run(tmp_path, *RUN, cache, code=code, expect=143)
     assert said == "stopped by SIGTERM: no iteration was done\n"
 
 
@@ -180,7 +178,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(cache, half, whole
     content = bytearray(largest.read_bytes())
     content[len(content) // 2] ^= 1
     largest.write_bytes(content)
-    said = runs.run(tmp_path, *PLAIN, cache)
+    said = runs.run(tmp_path, *RUN, cache)
     assert "warning: checkpoint run/checkpoints/2 is damaged: state/" in said
     assert "resumed after iteration 1 in run" in said
     assert_same_run(run, whole)
@@ -201,7 +199,7 @@ training.sample = crowded
 
 def test_a_full_disk_ends_in_one_line_and_the_run_goes_on_when_there_is_room(cache, whole, tmp_path):
     """A limit on the size of files stands for it; no checkpoint fits any more."""
-    fields = (*PLAIN, cache)
+    fields = (*RUN, cache)
     said = runs.run(tmp_path, *fields, code=CROWDED, expect=1)
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -227,7 +225,7 @@ training.sample = poisoned
 
 
 def test_a_batch_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(cache, tmp_path):
-    said = runs.run(tmp_path, *PLAIN, cache, code=NONFINITE, expect=1)
+    said = runs.run(tmp_path, *RUN, cache, code=NONFINITE, expect=1)
     rows = timeless(tmp_path / "run")
     assert [row["nonfinite_steps"] > 0 for row in rows] == [False, True, True, True]
     assert all(np.isfinite(row["entropy"]) for row in rows)
@@ -243,7 +241,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(ca
 def test_killed_again_and_again(undisturbed):
     """HGPO_KILLS=50 makes it long."""
     count = int(os.environ.get("HGPO_KILLS", "3"))
-    assert kills.kill_again_and_again(*undisturbed, count, PLAIN).total() == count
+    assert kills.kill_again_and_again(*undisturbed, count).total() == count
 
 
 LONG = """
@@ -266,7 +264,7 @@ MetricsWriter.write = counted
 def test_a_long_run_keeps_its_memory_files_and_threads(cache, tmp_path):
     """HGPO_LONG_RUN=2000 is the long one."""
     count = int(os.environ.get("HGPO_LONG_RUN", "200"))
-    fields = (*PLAIN, cache, f"iterations={count}", f"evaluation.every={count // 20}", f"log.checkpoint_every={count // 20}",
+    fields = (*RUN, cache, f"iterations={count}", f"evaluation.every={count // 20}", f"log.checkpoint_every={count // 20}",
               f"log.dump_every={count // 20}", "log.tensorboard=true")  # fmt: skip
     runs.run(tmp_path, *fields, code=LONG.format(path=str(tmp_path / "usage")))
     usage = np.array([json.loads(line) for line in (tmp_path / "usage").read_text().splitlines()])
