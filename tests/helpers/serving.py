@@ -3,10 +3,12 @@
 import contextlib
 import json
 import os
+import queue
 import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from urllib.parse import urlsplit
 
@@ -148,3 +150,17 @@ def ends(connection, seconds: float = 10) -> bytes:
         while more := connection.recv(65536):
             data += more
     return data
+
+
+def in_thread(call, *given, **more):
+    """The result of a call on a thread of its own, or what it was refused with, by and by."""
+    results: queue.Queue = queue.Queue()
+
+    def run():
+        try:
+            results.put(call(*given, **more))
+        except openai.APIStatusError as error:
+            results.put(error.message)
+
+    threading.Thread(target=run, daemon=True).start()
+    return lambda: results.get(timeout=30)

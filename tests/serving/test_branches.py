@@ -1,9 +1,7 @@
 """The branches of a session: which turn a request goes on from, what runs at the same time, and whose reward is whose."""
 
 import json
-import queue
 import secrets
-import threading
 
 import openai
 import pytest
@@ -18,7 +16,7 @@ from hgpo_jax.serving.sessions import OpenSessions, RewardRequest, Session, Turn
 from hgpo_jax.serving.text import ServedText
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.chat_tokenizers import calling_tokenizer, tool_tokenizer
-from tests.helpers.serving import Scripted, client_of, served, wait_until
+from tests.helpers.serving import Scripted, client_of, in_thread, served, wait_until
 
 
 def user(text):
@@ -82,20 +80,6 @@ class Played:
     @property
     def turns(self):
         return [(turn.branch, turn.parent) for turn in self.session.turns]
-
-
-def in_thread(call):
-    """The result of a call on a thread of its own, or what it was refused with, by and by."""
-    results: queue.Queue = queue.Queue()
-
-    def run():
-        try:
-            results.put(call())
-        except openai.APIStatusError as error:
-            results.put(error.message)
-
-    threading.Thread(target=run, daemon=True).start()
-    return lambda: results.get(timeout=30)
 
 
 @pytest.fixture(scope="module")

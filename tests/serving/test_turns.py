@@ -10,7 +10,7 @@ import pytest
 
 from hgpo_jax.serving.sessions import OpenSessions
 from tests.helpers.chat_tokenizers import byte_tokenizer
-from tests.helpers.serving import Scripted, client_of, post, served, wait_until
+from tests.helpers.serving import Scripted, client_of, in_thread, post, served, wait_until
 
 
 class Slow(Scripted):
@@ -60,20 +60,6 @@ def ask(port, text, stream=False, **headers):
     create, headers = client_of(port).chat.completions.create, {"X-Session-Id": "a", **headers}
     answer = create(**json.loads(body(text, stream)), extra_headers=headers)
     return "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
-
-
-def in_thread(call, *given, **more):
-    """The result of a call on a thread of its own, by and by."""
-    results: queue.Queue = queue.Queue()
-
-    def run():
-        try:
-            results.put(call(*given, **more))
-        except openai.APIStatusError as error:
-            results.put(error.message)
-
-    threading.Thread(target=run, daemon=True).start()
-    return lambda: results.get(timeout=30)
 
 
 def test_requests_of_a_session_wait_for_each_other(port, slow, sessions, ended):
