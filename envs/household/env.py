@@ -11,14 +11,13 @@ action. It is not reminded where it has been or, after a while, what it carries.
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
 from hgpo_jax.envs.household import world
+from hgpo_jax.envs.vocabulary import Vocabulary
 
 CAPACITY = 3  # things in one receptacle, so that an observation has a fixed width
 NORMAL, HOT, COLD, CLEAN = range(4)  # the last treatment of a thing
@@ -42,7 +41,7 @@ class State(struct.PyTreeNode):
     turn: jax.Array  # i32[], actions taken
 
 
-class Household:
+class Household(Vocabulary):
     """A family of households.
 
     Args:
@@ -86,11 +85,6 @@ class Household:
         self.words = world.vocabulary(self.rooms, places)
         self._tabulate()
 
-    @cached_property
-    def word_id(self) -> dict[str, int]:
-        """Word -> token id."""
-        return {word: index for index, word in enumerate(self.words)}
-
     def _tabulate(self):
         """Makes the lookup tables of `step`, as arrays indexed by room."""
         w = self.word_id
@@ -115,15 +109,6 @@ class Household:
         self._task_word = np.array([w[word] for word in world.TASK_WORDS], np.int32)
 
     # -- words --------------------------------------------------------------------------------------------------
-
-    def encode(self, text: str) -> np.ndarray:
-        """Encodes an action's words as i32[2]; words that the household does not know become 0."""
-        ids = [self.word_id.get(word, 0) for word in text.split()][: self.action_length]
-        return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
-
-    def decode(self, ids) -> str:
-        """Decodes word ids of any length to text, without empty slots."""
-        return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: State) -> jax.Array:
         """Returns the room, the task, the kind of thing and the kind of receptacle, i32[4]."""
@@ -337,3 +322,18 @@ class Household:
             (does["inventory"], inventory),
         ]
         return jnp.select([c for c, _ in rows], [r for _, r in rows], confirm)
+
+
+class Variant(Vocabulary):
+    """A base for environments in which a household is part of a larger state, `state.house`; `house` is the `Household`."""
+
+    task_types, goal_length = Household.task_types, Household.goal_length
+    house: Household
+
+    def goal(self, state) -> jax.Array:
+        """Returns the room, the task, the kind of thing and the kind of receptacle, i32[4], the same for all roles."""
+        return self.house.goal(state.house)
+
+    def won(self, state) -> jax.Array:
+        """Whether the task is fulfilled, bool[]."""
+        return self.house.won(state.house)

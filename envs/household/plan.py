@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 
 from hgpo_jax.envs.household import expert, world
-from hgpo_jax.envs.household.env import WON_REWARD, Household, State
+from hgpo_jax.envs.household.env import WON_REWARD, Household, State, Variant
 
 PLANNER, EXECUTOR = range(2)
 SUBGOALS = {"place": 2, "two": 4, "look": 2, "clean": 3, "heat": 3, "cool": 3}  # number that a task takes
@@ -35,7 +35,7 @@ class PlanState(struct.PyTreeNode):
     turn: jax.Array  # i32[], turns of both
 
 
-class HouseholdPlan:
+class HouseholdPlan(Variant):
     """A family of households with a planner; arguments and errors are `Household`'s, `max_turns` counts both roles' turns.
 
     Words are the household's and the names of the roles. An observation begins with the role that it is for. A blueprint, and
@@ -43,7 +43,6 @@ class HouseholdPlan:
     """
 
     roles = ("planner", "executor")
-    task_types, goal_length = Household.task_types, Household.goal_length
 
     def __init__(self, tasks=("place",), rooms=("kitchen",), places=6, things=4, max_turns=20):
         self.house = Household(tasks, rooms, places, things, max_turns)
@@ -59,23 +58,11 @@ class HouseholdPlan:
         ids = [self.house.word_id.get(word, 0) for word in text.split()][: self.action_length]
         return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
 
-    def decode(self, ids) -> str:
-        """Decodes word ids of any length to text, without empty slots."""
-        return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
-
-    def goal(self, state: PlanState) -> jax.Array:
-        """Returns room, task, kind of thing and kind of receptacle, i32[4], the same for both roles."""
-        return self.house.goal(state.house)
-
     # -- facts about a state ------------------------------------------------------------------------------------
 
     def role(self, state: PlanState) -> jax.Array:
         """Returns the role that acts next, i32[], PLANNER or EXECUTOR."""
         return jnp.where(state.turn == 0, PLANNER, EXECUTOR)
-
-    def won(self, state: PlanState) -> jax.Array:
-        """Whether the task is fulfilled, bool[]."""
-        return self.house.won(state.house)
 
     # -- the two functions --------------------------------------------------------------------------------------
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from hgpo_jax.envs.household import expert
-from hgpo_jax.envs.household.env import Household, State
+from hgpo_jax.envs.household.env import Household, State, Variant
 
 
 class SubgoalState(struct.PyTreeNode):
@@ -27,13 +26,12 @@ class SubgoalState(struct.PyTreeNode):
     subgoal: jax.Array  # i32[], word of the most recent subgoal's place, 0 before
 
 
-class HouseholdSubgoals:
+class HouseholdSubgoals(Variant):
     """A family of households; its arguments and errors are those of `Household`.
 
     An answer is `switch` and a place of the room, or `keep` and the current subgoal's place; then an action of the household.
     """
 
-    task_types, goal_length = Household.task_types, Household.goal_length
     answer_parts = (1, 1, Household.action_length)
     action_length = sum(answer_parts)
     observation_length = 1 + Household.observation_length
@@ -43,31 +41,11 @@ class HouseholdSubgoals:
         self.max_turns, self.words = max_turns, (*self.house.words, "switch", "keep")
         self._switch, self._keep = len(self.words) - 2, len(self.words) - 1
 
-    # -- words --------------------------------------------------------------------------------------------------
-
-    def encode(self, text: str) -> np.ndarray:
-        """Encodes an answer's words as i32[4]; unknown words become 0."""
-        id_of = {word: index for index, word in enumerate(self.words)}
-        ids = [id_of.get(word, 0) for word in text.split()][: self.action_length]
-        return np.array(ids + [0] * (self.action_length - len(ids)), np.int32)
-
-    def decode(self, ids) -> str:
-        """Decodes word ids of any length to text, without empty slots."""
-        return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
-
-    def goal(self, state: SubgoalState) -> jax.Array:
-        """Returns the room, the task, the kind of thing and the kind of receptacle, i32[4]."""
-        return self.house.goal(state.house)
-
     def switches(self, answer: jax.Array) -> jax.Array:
         """Whether an answer i32[4] takes up a new subgoal, bool[]."""
         return answer[0] == self._switch
 
     # -- facts about a state ------------------------------------------------------------------------------------
-
-    def won(self, state: SubgoalState) -> jax.Array:
-        """Whether the task is fulfilled, bool[]."""
-        return self.house.won(state.house)
 
     def admissible(self, state: SubgoalState) -> tuple[jax.Array, jax.Array]:
         """Returns the possible answers: (bool[answers], i32[answers, 4] their words), every plan with every action."""

@@ -17,7 +17,7 @@ import numpy as np
 from flax import struct
 
 from hgpo_jax.envs.household import expert, world
-from hgpo_jax.envs.household.env import WON_REWARD, Household, State
+from hgpo_jax.envs.household.env import WON_REWARD, Household, State, Variant
 
 SEARCHER, CARRIER = range(2)
 CARRIER_TURNS = 4  # between two of the searcher's turns
@@ -33,14 +33,14 @@ class TeamState(struct.PyTreeNode):
     turn: jax.Array  # i32[], turns of both
 
 
-class HouseholdTeam:
+class HouseholdTeam(Variant):
     """A family of households for two; arguments and errors are those of `Household`, `max_turns` counts both roles' turns.
 
     Words are the household's and the names of the roles. An observation begins with the role that it is for.
     """
 
     roles = ("searcher", "carrier")
-    task_types, goal_length, action_length = Household.task_types, Household.goal_length, Household.action_length
+    action_length = Household.action_length
 
     def __init__(self, tasks=("place",), rooms=("kitchen",), places=6, things=4, max_turns=20):
         self.house = Household(tasks, rooms, places, things, max_turns)
@@ -54,23 +54,11 @@ class HouseholdTeam:
         """Encodes an action's words as i32[2], as `Household.encode` does."""
         return self.house.encode(text)
 
-    def decode(self, ids) -> str:
-        """Decodes word ids of any length to text, without empty slots."""
-        return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
-
-    def goal(self, state: TeamState) -> jax.Array:
-        """Returns room, task, kind of thing and kind of receptacle, i32[4], the same for both roles."""
-        return self.house.goal(state.house)
-
     # -- facts about a state ------------------------------------------------------------------------------------
 
     def role(self, state: TeamState) -> jax.Array:
         """Returns the role that acts next, i32[], SEARCHER or CARRIER."""
         return jnp.where(state.turn % (1 + CARRIER_TURNS) == 0, SEARCHER, CARRIER)
-
-    def won(self, state: TeamState) -> jax.Array:
-        """Whether the task is fulfilled, bool[]."""
-        return self.house.won(state.house)
 
     def admissible(self, state: TeamState) -> tuple[jax.Array, jax.Array]:
         """Returns the possible actions: (bool[actions], i32[actions, 2] words). The searcher names any place of the room."""

@@ -11,8 +11,6 @@ and position, as in "box_2_3"; `render` draws the room for agents that see pictu
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +18,7 @@ from flax import struct
 
 from hgpo_jax.envs.sokoban.picture import tiles
 from hgpo_jax.envs.sokoban.rooms import make_room
+from hgpo_jax.envs.vocabulary import Vocabulary
 
 MOVES = ("up", "down", "left", "right")
 FLOOR, WALL, TARGET, BOX, BOX_ON_TARGET, AGENT, AGENT_ON_TARGET = range(7)  # content of a cell
@@ -42,7 +41,7 @@ class State(struct.PyTreeNode):
     turn: jax.Array  # i32[], actions taken
 
 
-class Sokoban:
+class Sokoban(Vocabulary):
     """A family of rooms.
 
     Args:
@@ -75,18 +74,9 @@ class Sokoban:
         self.words = ("", *MOVES, GOAL, *cells)
         self.offsets = np.array([-size, size, -1, 1])  # of MOVES, in cells
 
-    @cached_property
-    def word_id(self) -> dict[str, int]:
-        """Word -> token id."""
-        return {word: index for index, word in enumerate(self.words)}
-
     def encode(self, text: str) -> np.ndarray:
         """Encodes an action's word as i32[1]; a word that the room does not know becomes 0."""
         return np.array([self.word_id.get(text.strip(), 0)], np.int32)
-
-    def decode(self, ids) -> str:
-        """Decodes word ids of any length to text, without empty slots."""
-        return " ".join(self.words[i] for i in np.asarray(ids).ravel() if i)
 
     def goal(self, state: State) -> jax.Array:
         """Returns the goal, the same in every room, i32[1]."""
