@@ -3,6 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_search_text import Shelf
 
 from hgpo_jax.config import load
 from hgpo_jax.config.choices import ROLES
@@ -18,14 +19,8 @@ from hgpo_jax.setup.validate import check_together
 from tests.helpers.refusals import refused
 from tests.helpers.training import command, rows_of
 
-PASSAGES = {"red": ['"Red"\nRed is a colour.', '"Wine"\nIt may be red.'], "wine": ['"Wine"\nIt may be red.']}
 YES, NO = "<verify>yes</verify>", "Hm. <verify> no </verify>"
 RED, ANSWER = "<search>red</search>", "<answer>A colour.</answer>"
-
-
-class Shelf:
-    def retrieve(self, queries, k):
-        return [[(text, 1.0) for text in PASSAGES.get(query, [])[:k]] for query in queries]
 
 
 def begun(max_turns=9, answers=("a colour", "The Color")):

@@ -14,7 +14,8 @@ from hgpo_jax.rollout.environments import environment
 from hgpo_jax.setup.validate import check_together
 from tests.helpers.refusals import refused
 
-PASSAGES = {"red": ['"Red"\nRed is a colour.', '"Wine"\nIt may be red.'], "crimson": ['"Red"\nRed is a colour.']}
+RED, WINE = '"Red"\nRed is a colour.', '"Wine"\nIt may be red.'
+PASSAGES = {"red": [RED, WINE], "crimson": [RED], "wine": [WINE]}
 
 
 class Shelf:
