@@ -174,7 +174,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
         (Messages, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools.0.type: Input should be 'custom'"),
         (Messages, {"tool_choice": {"type": "any"}}, "tool_choice: a call needs tools"),
         (Messages, {"tool_choice": {"type": "tool"}}, "tool_choice: Value error, a name goes with the type tool"),
-        (Messages, {"output_config": {"format": {"type": "json_schema"}}}, "format: this server cannot do that"),
+        (Messages, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: needs the package"),
         (Messages, {"mcp_servers": [{}]}, "mcp_servers: this server cannot do that"),
         (Messages, {"container": "x"}, "container: this server cannot do that"),
         (Responses, {"previous_response_id": "resp_1"}, "previous_response_id: this server stores nothing; send the whole"),
@@ -186,7 +186,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
         (Responses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
          "content.0.type: Input should be 'input_text' or"),
         (Responses, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
-        (Responses, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.type: Input should be"),
+        (Responses, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format: needs the package"),
         (Responses, {"input": [of_responses("x", "y") | {"arguments": "[]"}]}, "arguments: Input should be an object"),
         *((dialect, wish, message) for dialect in BOTH for wish, message in (
             ({"temperature": -1}, "temperature: "), ({"model": "gpt"}, "model: 'gpt' is not served here"),
