@@ -3,20 +3,16 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from hgpo_jax.config import LearnerConfig, load
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.hicra_egpo import egpo_loss, hicra_loss
-from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.learner.policy_loss import make_policy_loss
-from hgpo_jax.policy import network
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.refusals import refused
-from tests.helpers.tiny import MODEL, WORDS, parameters
+from tests.helpers.tiny import MODEL, parameters, sampled_decisions
 from tests.learner.test_losses import ADVANTAGES, LENGTHS, MASK, NEW, OLD, N, R
 
 PLANNING = MASK & (np.arange(R) < 2)
@@ -69,13 +65,7 @@ def test_an_environment_without_plans_is_refused():
 
 @pytest.mark.slow
 def test_hicra_egpo_tokens_are_the_parts_before_the_action():
-    rng = np.random.default_rng(0)
-    rows = TrainingBatch(
-        prompts=rng.integers(0, WORDS, (4, 3)), prompt_lengths=np.full(4, 3), responses=rng.integers(0, WORDS, (4, 3)),
-        response_lengths=np.array([1, 2, 3, 3]), old_logp=np.zeros((4, 3)), advantages=np.ones(4, np.float32),
-    )  # fmt: skip
-    logp, _ = jax.jit(lambda params, rows: token_logprobs(nnx.merge(network(MODEL), params), rows))(parameters(0), rows)
     settings = LearnerConfig(kl_weight=0, entropy_weight=0, loss="hicra")
     loss = jax.jit(make_policy_loss(MODEL, settings, METHODS["hgpo"], 1.0, plan_words=2))
-    _, stats, _ = loss(parameters(0), None, rows.replace(old_logp=logp))
+    _, stats, _ = loss(parameters(0), None, sampled_decisions(np.ones(4)))
     np.testing.assert_allclose(losses.divide(stats["loss"]), -(9 + 0.2 * 7) / 9, rtol=1e-5)  # 7 of 9 tokens plan

@@ -3,21 +3,17 @@
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from hgpo_jax.config import LearnerConfig, load
 from hgpo_jax.config.choices import LOSSES as NAMES
 from hgpo_jax.learner import loss_table, losses
-from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.learner.policy_loss import make_policy_loss
-from hgpo_jax.policy import network
 from hgpo_jax.setup.job import build
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.refusals import refused
-from tests.helpers.tiny import MODEL, WORDS, mesh_of, parameters
+from tests.helpers.tiny import MODEL, mesh_of, parameters, sampled_decisions
 from tests.learner.test_losses import ADVANTAGES, MASK, NEW, OLD, N, R
 
 MINE = """import jax
@@ -182,14 +178,8 @@ def test_a_loss_that_cannot_be_learned_from_is_refused_before_work_starts(here, 
 @pytest.mark.slow
 def test_the_entropy_of_each_token_reaches_the_loss(here):
     """Through the update's own loss, whose value a bonus moves by its share of the mean entropy where the ratio is 1."""
-    rng = np.random.default_rng(0)
-    rows = TrainingBatch(
-        prompts=rng.integers(0, WORDS, (4, 3)), prompt_lengths=np.full(4, 3), responses=rng.integers(0, WORDS, (4, 3)),
-        response_lengths=np.array([1, 2, 3, 3]), old_logp=np.zeros((4, 3)), advantages=np.zeros(4, np.float32),
-    )  # fmt: skip
-    logp, _ = jax.jit(lambda params, rows: token_logprobs(nnx.merge(network(MODEL), params), rows))(parameters(0), rows)
     settings = PLAIN.model_copy(update={"loss": here("mine"), "loss_options": {"bonus": 0.25}})
     loss = jax.jit(make_policy_loss(MODEL, settings, METHODS["hgpo"], 1.0))
-    _, stats, _ = loss(parameters(0), None, rows.replace(old_logp=logp))
+    _, stats, _ = loss(parameters(0), None, sampled_decisions(np.zeros(4)))
     np.testing.assert_allclose(losses.divide(stats["loss"]), -0.25 * losses.divide(stats["entropy"]), rtol=1e-5)
     assert losses.divide(stats["entropy"]) > 1

@@ -6,21 +6,17 @@ import os
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from hgpo_jax import analysis, report
 from hgpo_jax.config import LearnerConfig
 from hgpo_jax.envs.household import HouseholdTeam
 from hgpo_jax.learner import losses
-from hgpo_jax.learner.batch import TrainingBatch
-from hgpo_jax.learner.logprobs import token_logprobs
 from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.learner.policy_loss import make_policy_loss
-from hgpo_jax.policy import network
 from hgpo_jax.trainer import curves
 from tests.helpers import fork_server
 from tests.helpers.glossary import unexplained
-from tests.helpers.tiny import MODEL, WORDS, parameters
+from tests.helpers.tiny import MODEL, parameters, sampled_decisions
 from tests.helpers.training import rows_of
 
 TASKS = 256
@@ -56,12 +52,8 @@ def train(tmp_path_factory):
 @pytest.mark.parametrize(("method", "low", "high"), [("gspo", 3e-4, 4e-4), ("gagpo", 0.2, 0.2)])
 def test_methods_with_one_ratio_for_each_response(method, low, high):
     rng = np.random.default_rng(0)
-    rows = TrainingBatch(
-        prompts=rng.integers(0, WORDS, (6, 4)), prompt_lengths=np.full(6, 4), responses=rng.integers(0, WORDS, (6, 3)),
-        response_lengths=np.array([1, 2, 3, 3, 2, 1]), old_logp=np.zeros((6, 3)),
-        advantages=rng.normal(size=6).astype(np.float32),
-    )  # fmt: skip
-    logp, _ = jax.jit(lambda params, rows: token_logprobs(nnx.merge(network(MODEL), params), rows))(parameters(0), rows)
+    rows = sampled_decisions(rng.normal(size=4))
+    logp = rows.old_logp
     rows = rows.replace(old_logp=logp + 0.4 * rng.normal(size=logp.shape).astype(np.float32))
     plain = LearnerConfig(kl_weight=0, entropy_weight=0)
     _, stats, _ = jax.jit(make_policy_loss(MODEL, plain, METHODS[method], 1.0))(parameters(0), None, rows)
