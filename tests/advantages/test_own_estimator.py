@@ -20,7 +20,7 @@ from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import mesh_of
-from tests.helpers.training import rows_of
+from tests.helpers.training import TINY, rows_of
 from tests.trainer.test_alarms import row
 
 MINE = """import functools
@@ -154,11 +154,7 @@ def test_a_method_in_one_file_is_accepted_and_its_loss_is_the_formula(mine):
 
 @pytest.mark.slow
 def test_a_method_in_one_file_trains(tmp_path, mine):
-    run = hgpo_jax.fit(
-        load(None, [*CISPO, "warm_start=none", "iterations=2", "rollout.prompt_groups=2", "rollout.group_size=4",
-                    "evaluation.episodes=8", "log.tensorboard=false", f"cache_dir={tmp_path / 'cache'}"]),
-        tmp_path / "run",
-    )  # fmt: skip
+    run = hgpo_jax.fit(load(None, [*TINY, *CISPO, "iterations=2", f"cache_dir={tmp_path / 'cache'}"]), tmp_path / "run")
     rows = rows_of(tmp_path / "run")
     assert len(rows) == 2 and rows[0]["nonfinite_steps"] == 0 < rows[0]["grad_norm"]
     assert not any(name.startswith("clip_fraction") for name in rows[0])

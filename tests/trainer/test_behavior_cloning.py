@@ -60,10 +60,13 @@ def test_fields_of_the_warm_start_change_the_key_and_others_do_not():
     assert key("seed=5", "cloning.seed=0") == key() != key("cloning.seed=5") == key("seed=5")
 
 
+POLICY = ["policy.hidden_size=32", "policy.intermediate_size=32"]
+
+
 @pytest.mark.slow
 def test_runs_that_share_a_start_begin_with_the_same_policy_and_other_tasks(tmp_path):
     """What is cloned has nothing of the run's own seed; without a cache, so that both are made."""
-    small = ["rollout.prompt_groups=2", "cloning.max_steps=3", "cloning.check_every=3", "cloning.episodes=64"]
+    small = [*POLICY, "rollout.prompt_groups=2", "cloning.max_steps=3", "cloning.check_every=3", "cloning.episodes=64"]
     jobs = [build(load(None, [*small, *more]), mesh_of()) for more in (["seed=3"], ["seed=4", "cloning.seed=3"], ["seed=4"])]
     same, shared, other = (tree_leaves_with_path(behavior_cloning.clone(job)) for job in jobs)
     for (place, a), (_, b) in zip(same, shared, strict=True):
@@ -83,10 +86,9 @@ def test_runs_that_share_a_start_begin_with_the_same_policy_and_other_tasks(tmp_
 
 @pytest.mark.slow
 def test_what_is_cloned_from_texts_depends_on_the_shared_seed_alone():
-    small = ["policy.hidden_size=32", "policy.intermediate_size=32"]
     found = []
     for more in (["seed=3"], ["seed=4", "cloning.seed=3"], ["seed=4"]):
-        job = build(load("text_small", [*small, *more]), mesh_of())
+        job = build(load("text_small", [*POLICY, *more]), mesh_of())
         rows, _ = behavior_cloning.demonstrations(job, jnp.arange(4))
         found.append((np.asarray(rows.prompts), np.asarray(rows.responses)))
     same, shared, other = found
