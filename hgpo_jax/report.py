@@ -118,7 +118,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
         turns = [
             {
                 "observation": lines.add(dump.observation(b, t)),
-                "picture": [] if e.pictures is None else lines.add(data_url(e.pictures[b, t])),
+                "picture": [] if e.pictures is None else lines.add(data_url(np.asarray(e.pictures[b, t]))),
                 "prompt": lines.add(dump.prompt(b, t)) if readable else [],
                 "response": lines.add(dump.response(b, t)),
                 "reward": number(e.rewards[b, t]),

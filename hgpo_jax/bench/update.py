@@ -27,7 +27,7 @@ from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.learner.batch import TrainingBatch
 from hgpo_jax.learner.loss_table import aggregation
 from hgpo_jax.learner.methods import METHODS, Method
-from hgpo_jax.learner.optimizer import make_optimizer
+from hgpo_jax.learner.optimizer import frozen_parts, make_optimizer
 from hgpo_jax.learner.policy_loss import make_policy_loss
 from hgpo_jax.learner.update import make_update
 from hgpo_jax.policy import LoraConfig, ModelConfig, initialize, lora
@@ -115,7 +115,13 @@ def learner_step(
     model: ModelConfig, learner: LearnerConfig, method: Method, mesh, compute_dtype: str, temperature: float = 1.0
 ) -> tuple[Callable, optax.GradientTransformation]:
     """Builds the method's update of the policy, as in `learner.make_update`, and its optimizer."""
-    optimizer = make_optimizer(learner.lr, learner.warmup_steps, learner.grad_clip, weight_decay=learner.weight_decay)
+    optimizer = make_optimizer(
+        learner.lr,
+        learner.warmup_steps,
+        learner.grad_clip,
+        weight_decay=learner.weight_decay,
+        frozen=frozen_parts(model),
+    )
     step = make_update(
         make_policy_loss(model, learner, method, temperature),
         optimizer,

@@ -176,8 +176,11 @@ class Engine:
         if rest:
             earlier = ids[:, : length - rest + 1].copy()
             earlier[:, -1] = (earlier[:, -1] + 1) % self.vocabulary  # so it is not continued in its own slot
-            self._sample_two_tokens(earlier.tolist(), responses, _Anything(self._words) if self._words else None)
+            self._sample_two_tokens(earlier.tolist(), responses)
         self._sample_two_tokens(ids.tolist(), responses)
+        if self._words and prompts == 1:  # the program for constraints, where no prompt is continued either
+            again = random.integers(0, self.vocabulary, (1, length)).tolist()
+            self._sample_two_tokens(again, 1, _Anything(self._words))
         self._sampler.prompt_tokens = self._sampler.reused_tokens = 0  # clients' alone count
 
     def _sample_two_tokens(self, prompts: Sequence[list[int]], responses: int, constraint: Constraint | None = None) -> None:

@@ -129,7 +129,7 @@ class Session:
       success: the value posted at its end, None if there was none; False before, and for a lost session.
       state: the program's state after its last turn, if it reported one.
       ended: whether its last reward has been posted. spent: whether it has asked for more than its maximum turns.
-      refused: why a request for what cannot be enforced was refused, "" if none was.
+      refused: why a request for what cannot be enforced was refused, "" if none was since the last turn.
       overflowed: whether its last request exceeded the longest prompt. lost: whether its program failed.
       sampling: the number of turns that are being sampled.
     """
@@ -251,7 +251,7 @@ class Session:
         self._last[turn.branch : turn.branch + 1] = [len(self.turns)]
         self.turns.append(turn)
         self._moved_on.discard(turn.name)
-        self.overflowed, self._heard = False, time.monotonic()
+        self.overflowed, self.refused, self._heard = False, "", time.monotonic()  # it went on in spite of a refusal
 
     def _branch_of(self, turn: Turn) -> int:
         """Returns the branch of a new turn: the one that it names, its parent's if that one has no later turn, or a new one."""

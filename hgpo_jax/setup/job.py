@@ -22,7 +22,7 @@ from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_po
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
 from hgpo_jax.policy.tokenizer import word_tokenizer
-from hgpo_jax.rollout.backend import backend
+from hgpo_jax.rollout.backend import backend, make_one
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import Makers, environment
 from hgpo_jax.rollout.episodes import Episodes
@@ -31,7 +31,7 @@ from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.sight import check_sight
+from hgpo_jax.setup.sight import check_sight, tower_is_frozen
 from hgpo_jax.setup.validate import check_together, mesh_of_rollouts
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError
@@ -378,8 +378,7 @@ def make_policy(config: Config, model: ModelConfig, mesh: Mesh) -> Policy:
 def adapted_model(config: Config, policy: Policy) -> ModelConfig:
     """Returns the policy's sizes with the configured adapters, and whether its vision tower learns."""
     lora = LoraConfig(**config.lora.model_dump()) if config.lora.rank else None
-    frozen = config.policy.vision_frozen or not environment(config.env).pictures
-    return dataclasses.replace(policy.config, lora=lora, vision_frozen=bool(policy.config.vision) and frozen)
+    return dataclasses.replace(policy.config, lora=lora, vision_frozen=tower_is_frozen(config, policy.config))
 
 
 def make_policies(config: Config, shared: Policy, mesh: Mesh, rollout_mesh: Mesh | None) -> dict[str, PolicySetup]:
@@ -388,6 +387,7 @@ def make_policies(config: Config, shared: Policy, mesh: Mesh, rollout_mesh: Mesh
     Raises ConfigError for a policy that cannot be read, or has a different tokenizer where all roles need the same.
     """
     policies: dict[str, PolicySetup] = {}
+    shown = make_one(config) if environment(config.env).pictures else None
     by_source: dict[str, Policy] = {}  # adapters of several roles share one copy of the weights
     for name, policy_config in memory.configs_by_policy(config).items():
         initial, source = shared, policy_config.policy.source
@@ -405,6 +405,7 @@ def make_policies(config: Config, shared: Policy, mesh: Mesh, rollout_mesh: Mesh
                 raise ConfigError(
                     f"roles.{name}.policy={source}: holds no tokenizer; add tokenizer.json and tokenizer_config.json"
                 )
+            check_sight(policy_config, initial.config, shown)
         model = adapted_model(policy_config, initial)
         policies[name] = PolicySetup(name, policy_config, mesh, initial, model, rollout_mesh)
     return policies
@@ -499,6 +500,8 @@ def check_signals(job: Job) -> None:
     if first and names[0] != first:
         raise ConfigError(f"method={config.method}: the first of the signals {', '.join(names)} must be called {first}")
     for role, settings in config.roles.items():
+        if settings.reward and TEAM_REWARD in names:
+            raise ConfigError(f"roles.{role}.reward: {TEAM_REWARD} is the team's, and a signal has this name, too; rename that")
         for name in set(settings.reward) - {*names, TEAM_REWARD}:
             raise ConfigError(
                 f"roles.{role}.reward={','.join(settings.reward)}: there is no signal {name}; "

@@ -30,7 +30,7 @@ from hgpo_jax.rollout.compiled_prompts import prompt_length
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import environment, max_turns
 from hgpo_jax.sampling.constraint import words_of
-from hgpo_jax.setup.sight import small_model
+from hgpo_jax.setup.sight import small_model, tower_is_frozen
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -162,6 +162,7 @@ class _Sizes:
     tensor: int
     policy: int  # elements of the policy's weights
     trained: int  # trained elements: the same, or the adapters
+    moments: int  # those that the optimizer has moments of: a frozen vision tower has none
     compute_bytes: int  # bytes of an element of the copy used for computation
     compute_copy: int  # bytes of that copy, 0 if the parameters themselves are used
     heads: float  # query heads
@@ -175,14 +176,17 @@ class _Sizes:
     def of(cls, config: Config, mesh, model: ModelConfig) -> _Sizes:
         compute_bytes = jnp.dtype(config.policy.compute_dtype).itemsize
         fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
-        whole = jax.tree.leaves(shapes(model))
-        shards = jax.tree.leaves(shardings(model, mesh))
-        policy = sum(math.prod(shard.shard_shape(a.shape)) for a, shard in zip(whole, shards, strict=True))
+        arrays, shards = shapes(model), shardings(model, mesh)
+        whole, count = jax.tree.leaves(arrays), lambda shard, a: math.prod(shard.shard_shape(a.shape))
+        policy = sum(jax.tree.leaves(jax.tree.map(count, shards, arrays)))
         trained, compute_copy = policy, 0 if compute_bytes == PARAM_BYTES else policy * compute_bytes
         if config.lora.rank:
             adapted = dataclasses.replace(model, lora=LoraConfig(**config.lora.model_dump()))
             trained = sum(a.size for a in jax.tree.leaves(shapes(adapted))) - sum(a.size for a in whole)
             compute_copy = 0
+        frozen = 0
+        if tower_is_frozen(config, model) and not config.lora.rank:
+            frozen = sum(jax.tree.leaves(jax.tree.map(count, shards["visual"], arrays["visual"])))
         D, F, E = model.hidden_size, model.intermediate_size, model.head_size
         H, G = model.num_attention_heads, model.num_key_value_heads
         kv_heads = G / (tensor if G % tensor == 0 else 1)
@@ -191,6 +195,7 @@ class _Sizes:
             tensor=tensor,
             policy=policy,
             trained=trained,
+            moments=trained - frozen,
             compute_bytes=compute_bytes,
             compute_copy=compute_copy,
             heads=H / tensor,
@@ -210,7 +215,7 @@ def _critic(config: Config, sizes: _Sizes) -> int:
 def _learning_state(config: Config, sizes: _Sizes) -> dict[str, int]:
     """Counts the bytes that only the update reads, so that `learner.offload` can move them away."""
     critic = _critic(config, sizes)
-    state = {"optimizer": 2 * (sizes.trained * PARAM_BYTES + 4 * critic)}
+    state = {"optimizer": 2 * (sizes.moments * PARAM_BYTES + 4 * critic)}
     if critic:
         state["critic"] = 4 * critic
     if not config.lora.rank:

@@ -9,6 +9,7 @@ from hgpo_jax.config.schema import Config, PolicyConfig
 from hgpo_jax.envs.protocol import Pictured
 from hgpo_jax.policy.model_config import ModelConfig, VisionConfig
 from hgpo_jax.policy.pictures import grid_of, resized
+from hgpo_jax.rollout.environments import environment
 from hgpo_jax.utils.errors import ConfigError
 
 MERGE = 1  # of a small policy's tower: a feature for each patch, which is a quarter of the work of four smaller ones
@@ -52,6 +53,11 @@ def small_model(policy: PolicyConfig, vocabulary: int, env: Any = None) -> Model
         max_pixels=height * wide,
     )
     return ModelConfig(vocab_size=vocabulary, model_type="qwen2_5_vl", vision=vision, **policy.sizes)
+
+
+def tower_is_frozen(config: Config, model: ModelConfig) -> bool:
+    """Whether a policy has a vision tower that training leaves as it is: no picture reaches it, or it is not to learn."""
+    return model.vision is not None and (config.policy.vision_frozen or not environment(config.env).pictures)
 
 
 def rope_sections(half: int) -> tuple[int, int, int]:

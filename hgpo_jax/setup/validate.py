@@ -19,7 +19,7 @@ from hgpo_jax.config.roles import RoleConfig, unknown_role
 from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.learner import loss_table
-from hgpo_jax.learner.methods import METHODS, Method, method_named
+from hgpo_jax.learner.methods import METHODS, TEAM_REWARD, Method, method_named
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.rollout.backend import Backend, backend, converses, role_names
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, environment
@@ -253,6 +253,7 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
             config.learner.rollout_correction == "mask",
             "nothing is masked; give learner.rollout_correction=mask",
         ),
+        "policy.vision_": (env and env.pictures, f"env.name={config.env.name} shows no pictures; leave it out"),
         "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
     }
     for override in overrides:
@@ -271,6 +272,21 @@ def _check_roles(config: Config, names: tuple[str, ...], critic: bool) -> None:
         _check_role(config, role, settings, shares=role not in policies, critic=critic)
 
 
+def _no_own_reward(config: Config, settings: RoleConfig) -> str:
+    """Says why a role cannot have this reward of its own; "" if it can."""
+    method = method_named(config.method)
+    needed = parameters(method.estimator)[0]
+    if method.critic:
+        return f"method={config.method} has one critic, which learns from the team's reward"
+    if read := [name for name in ("signals", "success") if name in needed]:
+        return f"method={config.method} compares {read[0]}, the same for all roles"
+    if method.dynamic_sampling:
+        return f"method={config.method} chooses prompt groups by the team's reward"
+    if config.reward.overlong_cache and TEAM_REWARD not in settings.reward:
+        return f"reward.overlong_cache={config.reward.overlong_cache} lowers the team's reward alone"
+    return "a signal is named twice" if len(set(settings.reward)) < len(settings.reward) else ""
+
+
 def _check_role(config: Config, role: str, settings: RoleConfig, shares: bool, critic: bool) -> None:
     """Raises ConfigError for settings of one role. shares: its policy with other roles. critic: the method has one."""
     role_config = config_of(config, role)
@@ -287,8 +303,7 @@ def _check_role(config: Config, role: str, settings: RoleConfig, shares: bool, c
         name, value = next(iter(settings.model_dump(include={"policy", "lora_rank"}, exclude_defaults=True).items()))
         why = f"method={config.method} has one critic, for a policy that all roles share; leave it out, or take a method "
         refuse(name, value, why + "without a critic")
-    if settings.reward and (critic or "signals" in parameters(method_named(config.method).estimator)[0]):
-        why = "one critic, which learns from the team's reward" if critic else "signals in place of rewards, for all roles"
-        refuse("reward", ",".join(settings.reward), f"method={config.method} has {why}; leave it out")
+    if settings.reward and (why := _no_own_reward(config, settings)):
+        refuse("reward", ",".join(settings.reward), f"{why}; leave it out")
     if settings.lr is not None and shares:
         refuse("lr", settings.lr, f"it shares its policy, whose rate is learner.lr; give roles.{role}.policy=own, too")

@@ -179,6 +179,7 @@ UNREAD = [
     (["critic.lr=1e-2"], ["method=ppo"], "method=hgpo has no critic"),
     (["lora.alpha=8"], ["lora.rank=2"], "there are no adapters; give lora.rank, too"),
     (["lora.targets=q_proj", "lora.rank=0"], ["roles.carrier.lora_rank=2", "env.name=household_team"], "there are no adapters"),
+    (["policy.vision_depth=3"], ["env.name=sokoban_pixels"], "env.name=household shows no pictures; leave it out"),
     (["env.compiled=false"], ["env.name=alfworld"], "env.name=household has no such choice"),
     (["rollout.response_limit=64"], ["env.name=household_text"], "env.name=household, compiled, is not told as text"),
     (["rollout.stop=x"], ["env.name=alfworld", "policy=Qwen2.5-0.5B"], "env.name=household, compiled, is not told as text"),

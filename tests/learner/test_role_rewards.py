@@ -63,6 +63,11 @@ def test_what_is_refused():
     why = "there is no signal cost; give reward, format, calculation, verdict"
     with refused(f"roles.verifier.reward=verdict,cost: {why}", ConfigError):
         build(unknown, mesh_of())
-    for method, why in (("ppo", "one critic"), ("gdpo", "signals in place of rewards")):
-        with refused(f"roles.verifier.reward=verdict: method={method} has {why}", ConfigError):
-            check_together(load("math_small", ["env.name=math_team", f"method={method}", "roles.verifier.reward=verdict"]))
+    for field, why in (
+        ("method=ppo", "has one critic"), ("method=gdpo", "compares signals"), ("method=graphgpo", "compares success"),
+        ("method=dapo", "chooses prompt groups by the team's reward"), ("reward.overlong_cache=4", "lowers the team's reward"),
+    ):  # fmt: skip
+        with refused(f"roles.verifier.reward=verdict: {field} {why}", ConfigError):
+            check_together(load("math_small", ["env.name=math_team", field, "roles.verifier.reward=verdict"]))
+    with refused("roles.verifier.reward=verdict,verdict: a signal is named twice", ConfigError):
+        check_together(load("math_small", ["env.name=math_team", "roles.verifier.reward=verdict,verdict"]))

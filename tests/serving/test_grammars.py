@@ -346,6 +346,18 @@ def test_a_strict_tool_is_strict_where_a_call_is_the_policys_choice(create, port
     assert "X-Ignored" not in raw.headers
 
 
+def test_a_call_that_a_policy_chooses_has_the_tools_arguments(policy, grammars):
+    """Text is free until a call begins; of the two values only the one in the tool's bounds can be finished."""
+    tool, encode = GO["function"], lambda text: policy.tokenizer(text).input_ids
+    calls, arguments = HermesCalls([GO]), {"go": Json("tools: go", tool["parameters"], strict=True)}
+    free = grammars.constraint(AnswerForm(calls=calls, arguments=arguments))
+    begun = 'Well. <tool_call>\n{"name": "go", "arguments": {"a": '
+    allowed = lambda text: {policy.tokenizer.decode([token]) for token in members(free.next_set(encode(text)))}  # noqa: E731
+    assert {"W", "<", "{"} <= allowed("")
+    assert {"-", "1", "9"} <= allowed(begun) and not {"x", '"', "{"} & allowed(begun)
+    assert {",", "0"} <= allowed(begun + "9") and "0" not in allowed(begun + "99")
+
+
 def test_in_training_it_is_refused_and_said(engine, policy):
     from hgpo_jax.serving.agent_rollout import NOT_LEARNED
 
@@ -357,4 +369,4 @@ def test_in_training_it_is_refused_and_said(engine, policy):
             create(model="tiny", messages=HELLO, response_format=form)
         assert session.refused.startswith("response_format: ") and not session.turns
         create(model="tiny", messages=HELLO, tools=[GO], max_tokens=2)  # strictness alone is a wish
-        assert len(session.turns) == 1
+        assert len(session.turns) == 1 and not session.refused  # the program went on

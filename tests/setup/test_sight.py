@@ -2,12 +2,14 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 from hgpo_jax.config import load
 from hgpo_jax.envs.sokoban import Sokoban, SokobanPixels
 from hgpo_jax.policy.mesh import abstract_mesh
-from hgpo_jax.setup.memory import workload_of
+from hgpo_jax.policy.placement import shapes
+from hgpo_jax.setup.memory import bytes_of_run, workload_of
 from hgpo_jax.setup.sight import check_sight, small_model
 from hgpo_jax.setup.validate import check_together
 from tests.helpers.refusals import refused
@@ -31,6 +33,13 @@ def test_a_policy_has_eyes_where_there_are_pictures():
     workload = workload_of(config(), abstract_mesh("data=1"))
     assert workload.prompt == 1 + 36 + 2 + 1
     assert workload.model == dataclasses.replace(model, vocab_size=workload.model.vocab_size)
+
+
+def test_a_frozen_tower_has_no_moments():
+    plans = [bytes_of_run(config(*fields), abstract_mesh("data=1")) for fields in ((), ("policy.vision_frozen=true",))]
+    learns, frozen = (plan["always"]["optimizer"] for plan in plans)
+    tower = sum(a.size for a in jax.tree.leaves(shapes(workload_of(config(), abstract_mesh("data=1")).model)["visual"]))
+    assert learns - frozen == 2 * 4 * tower > 0
 
 
 @pytest.mark.parametrize(
