@@ -11,12 +11,12 @@ import pydantic
 import pytest
 from flax import nnx
 
-from hgpo_jax.policy import Policy
+from hgpo_jax.policy import Policy, shardings
 from hgpo_jax.policy.call_formats import HermesCalls, LlamaCalls
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.answer_forms import MAX_CHARACTERS, AnswerForm, Json
-from hgpo_jax.serving.engine import Generation
+from hgpo_jax.serving.engine import Engine, Generation
 from hgpo_jax.serving.grammars import Grammars
 from hgpo_jax.serving.sessions import Session, Sessions
 from tests.helpers.byte_policy import byte_policy
@@ -234,6 +234,20 @@ def sampled(engine, asked) -> list[tuple[list[int], list[float]]]:
                 break
         whole.append((tokens, logp))
     return whole
+
+
+def test_devices_change_nothing(engine, policy, grammars):
+    """Two devices, each with its half of the sets."""
+    form = AnswerForm(json=Json("f", PAIR))
+    asked = lambda: [(policy.tokenizer(f"Say {seed}").input_ids, seed, grammars.constraint(form)) for seed in range(4)]  # noqa: E731
+    mesh = make_mesh("data=2", jax.devices()[:2])
+    limits = {"slots": 4, "prompt_limit": 64, "response_limit": 200, "waiting_limit": 3}
+    placed = jax.device_put(policy.params, shardings(policy.config, mesh))
+    with Engine(Policy(policy.config, placed, policy.tokenizer), mesh, **limits, constrains=True) as two:
+        answers = sampled(two, asked())
+    for (tokens, logp), (right, right_logp) in zip(answers, sampled(engine, asked()), strict=True):
+        assert tokens == right and valid(json.loads(policy.tokenizer.decode(tokens[:-1])), PAIR)
+        np.testing.assert_allclose(logp, right_logp, atol=1e-5)
 
 
 def test_others_are_unchanged_and_its_probability_is_among_what_was_allowed(engine, policy, grammars):
