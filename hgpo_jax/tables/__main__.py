@@ -31,7 +31,7 @@ from hgpo_jax.tables import (
     gradients,
     launch,
     plan,
-    records,
+    plan_results,
     run,
     run_measurements,
 )
@@ -122,7 +122,7 @@ def draw(args) -> None:
     to = Path(args.to) if args.to else record.parent
     if not to.is_dir():
         raise ConfigError(f"--to {to}: no such folder")
-    results = records.read_record(planned, record)
+    results = plan_results.read_record(planned, record)
     print(*figures.draw(planned, results, compare.table_rows(planned, results.cells), record.stem, to), sep="\n")
 
 

@@ -28,8 +28,8 @@ from hgpo_jax.config import Config, Section
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.job import Job, build
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.results import PLACES, changed_fields
 from hgpo_jax.tables.run_measurements import Numbers, read_measured, require
+from hgpo_jax.tables.run_results import PLACES, changed_fields
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write

@@ -10,7 +10,7 @@ from hgpo_jax.tables.compare import table_rows
 from hgpo_jax.tables.documents import latex, markdown, table_csv
 from hgpo_jax.tables.figures import draw
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.records import lost_results, merge, read_record, read_runs, record_text
+from hgpo_jax.tables.plan_results import lost_results, merge, read_record, read_runs, record_text
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write
 

@@ -12,7 +12,7 @@ import numpy as np
 from scipy import special
 
 from hgpo_jax.tables.plan import Cell, Plan, Table, cells_of
-from hgpo_jax.tables.results import Results
+from hgpo_jax.tables.run_results import Results
 
 CHANCE = 0.05  # probability that a 95 % interval excludes 0 without any effect
 FEWEST = 3  # pairs of a difference that is drawn and counted: the interval of two would hide the others

@@ -10,7 +10,7 @@ import math
 from hgpo_jax.tables.advantage_errors import bias_table, of_plan, truth_table
 from hgpo_jax.tables.compare import CHANCE, FEWEST, Row, detectable, pairs_for, select_comparisons, unlike
 from hgpo_jax.tables.plan import Plan
-from hgpo_jax.tables.records import AllResults
+from hgpo_jax.tables.plan_results import AllResults
 from hgpo_jax.utils.markdown_table import table
 
 POINTS = 2.0  # a difference worth knowing of

@@ -13,9 +13,9 @@ from scipy import special
 
 from hgpo_jax.tables.compare import CHANCE, FEWEST, Row, select_comparisons
 from hgpo_jax.tables.plan import Plan, Table, cells_of
-from hgpo_jax.tables.records import AllResults
-from hgpo_jax.tables.results import Results
+from hgpo_jax.tables.plan_results import AllResults
 from hgpo_jax.tables.run_measurements import InRun, by_setting, moment
+from hgpo_jax.tables.run_results import Results
 from hgpo_jax.utils import figures
 from hgpo_jax.utils.figures import COLORS, DARK, PALE, panels, smooth, smoothing_window, styled
 

@@ -13,7 +13,7 @@ from small_plan import SMALL, finish, write_plan
 
 from hgpo_jax import config as configuration
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import advantage_errors, compare, figures, records, results
+from hgpo_jax.tables import advantage_errors, compare, figures, plan_results, run_results
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.compare import Row
 from hgpo_jax.tables.documents import table_csv
@@ -95,7 +95,7 @@ def test_existing_cells_are_filled_and_missing_ones_marked(tmp_path, small, coll
     assert len(record["missing"]) == 16 - 9
     one = next(cell for cell in record["cells"] if cell["cell"] == "near/hgpo/s1")
     assert (one["curve"], one["seconds"]) == ([0.1, 0.4, 0.7], 4.5)
-    kept, read = records.read_record(small, out / "small.json").cells, results.read_all(small, runs)
+    kept, read = plan_results.read_record(small, out / "small.json").cells, run_results.read_all(small, runs)
     for cell, result in read.items():
         assert (kept[cell] is None) == (result is None)
         if result:
@@ -144,7 +144,7 @@ def test_runs_with_other_settings_are_named(tmp_path, small, collect):
     assert said.endswith("## Runs with other settings than the plan's\n\n* near/hgpo/s1: iterations=2\n\n")
     assert [cell.get("changed") for cell in record["cells"]] == [None, ["iterations=2"]]
     before, now = ["a=1", "b=2", "b=3", "env.data=x"], ["a=1", "b=2", "c=4", "env.data=y"]
-    assert results.changed_fields(before, now) == ["b=3", "without c=4"]
+    assert run_results.changed_fields(before, now) == ["b=3", "without c=4"]
 
 
 def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, collect):
@@ -164,7 +164,7 @@ def test_pairs_that_did_not_start_alike_are_named_and_left_out(tmp_path, small, 
     starts = [cell.get("start") for cell in record["cells"]]
     assert len(starts) == 6 and len(set(starts)) == 5 and starts.count(None) == 1
     assert {pair["n"] for pair in record["paired"]} == {2}
-    kept, read = records.read_record(small, tmp_path / "out" / "small.json").cells, results.read_all(small, runs)
+    kept, read = plan_results.read_record(small, tmp_path / "out" / "small.json").cells, run_results.read_all(small, runs)
     assert [cell and cell.start for cell in kept.values()] == [cell and cell.start for cell in read.values()]
 
 
@@ -192,7 +192,7 @@ def test_settings_are_pooled_from_two_pairs_of_each_on(tmp_path, collect):
     assert "### Both\n" in said and "| HGPO | 4 of 4 | 12.5 ± 9.6 | +12.5 ± 4.8 (" in said
     # A pool of four pairs is neither counted among the different comparisons nor drawn as curves.
     assert "different comparisons" not in said
-    panels = figures.draw_curves(plan, results.read_all(plan, runs)).axes
+    panels = figures.draw_curves(plan, run_results.read_all(plan, runs)).axes
     assert [axis.get_title() for axis in panels] == ["T\nNear", "T\nNear 2"]
 
 

@@ -9,11 +9,11 @@ from scipy import stats
 from small_plan import PLANS
 
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import compare, documents, records
+from hgpo_jax.tables import compare, documents, plan_results
 from hgpo_jax.tables import figures as curves
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
-from hgpo_jax.tables.results import Result
+from hgpo_jax.tables.run_results import Result
 from hgpo_jax.utils import figures
 from hgpo_jax.utils.errors import ConfigError
 
@@ -24,7 +24,7 @@ RECORD = PLANS / "results" / "household.json"
 def household():
     """(plan, cells with their results, rows) of the committed results."""
     plan = planning.read(PLANS / "household.yaml")
-    found = records.read_record(plan, RECORD).cells
+    found = plan_results.read_record(plan, RECORD).cells
     return plan, found, compare.table_rows(plan, found)
 
 

@@ -18,7 +18,7 @@ from hgpo_jax.learner.logprobs import make_logprobs
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup.job import build
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import advantage_errors, advantage_errors_in_runs, gradients, results
+from hgpo_jax.tables import advantage_errors, advantage_errors_in_runs, gradients, run_results
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.gradients import cosines, make_gradient, rloo_by_turn
 from hgpo_jax.tables.plan import Cell
@@ -202,7 +202,7 @@ def test_what_a_run_did_next_is_played_again(tmp_path, capsys):
         tables.main(["truth", str(plan), "--runs", str(runs), "--at", "7", "few/hgpo/s0"])
     for done in range(2):
         tables.main(["truth", str(plan), "--runs", str(runs), "--at", str(done), "few/hgpo/s0"])
-    recorded = results.read_all(planning.read(plan), runs)[Cell("few", "hgpo", 0)]
+    recorded = run_results.read_all(planning.read(plan), runs)[Cell("few", "hgpo", 0)]
     for done, found in enumerate(advantage_errors_in_runs.Measured.read(runs)):
         assert (found.iteration, found.success) == (done, pytest.approx(recorded.curve[done]))
         assert found.numbers["return - true value"]["cosine"] > found.numbers["GRPO"]["cosine"]

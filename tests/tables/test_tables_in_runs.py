@@ -9,7 +9,7 @@ import pytest
 from small_plan import SMALL, finish, write_plan
 
 from hgpo_jax.tables import __main__ as tables
-from hgpo_jax.tables import advantage_errors_in_runs, figures, gradients, records
+from hgpo_jax.tables import advantage_errors_in_runs, figures, gradients, plan_results
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.tables.plan import Cell
 from hgpo_jax.utils.errors import ConfigError
@@ -75,7 +75,7 @@ def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, mon
     assert f"## {kind.title}\n" in said
     assert "near, after 2 iterations: hgpo/s0, gigpo/s1" in said and "near, after 1 iteration: hgpo/s0" in said
     out = tmp_path / "out"
-    kept = records.read_record(small, out / "small.json").measured[kind]
+    kept = plan_results.read_record(small, out / "small.json").measured[kind]
     assert kept == kind.read(runs) and len(kept) == 3
     picture = out / f"small-{name}.png"
     picture.unlink()
@@ -86,7 +86,7 @@ def test_a_run_is_measured_once_and_shown_beside_the_tables(tmp_path, small, mon
     fewer = planning.read(write_plan(tmp_path, published=None, **less))
     (out / "small.json").unlink()
     assert "after 2 iterations: gigpo/s1" in collect()[0]
-    assert [one.cell for one in records.read_record(fewer, out / "small.json").measured[kind]] == ["near/gigpo/s1"]
+    assert [one.cell for one in plan_results.read_record(fewer, out / "small.json").measured[kind]] == ["near/gigpo/s1"]
 
 
 @every
@@ -159,4 +159,4 @@ def test_what_was_measured_elsewhere_is_kept(tmp_path, small, collect, kind):
     with pytest.raises(ConfigError, match=f"1 results would be lost, as {kind.name} of near/hgpo/s0 at the start"):
         collect()
     collect("runs", f"--record={record}")
-    assert records.read_record(small, record).measured[kind] == [ours, theirs]
+    assert plan_results.read_record(small, record).measured[kind] == [ours, theirs]

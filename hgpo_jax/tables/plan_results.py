@@ -14,8 +14,8 @@ from hgpo_jax.tables.advantage_errors_in_runs import Measured
 from hgpo_jax.tables.compare import Row
 from hgpo_jax.tables.gradients import Directions
 from hgpo_jax.tables.plan import Cell, Plan, cells, overrides
-from hgpo_jax.tables.results import Result, Results, changed_fields, read_all
 from hgpo_jax.tables.run_measurements import InRun, moment, of_plan
+from hgpo_jax.tables.run_results import Result, Results, changed_fields, read_all
 from hgpo_jax.utils.errors import ConfigError
 
 MEASURED: tuple[type[InRun], ...] = (Measured, Directions)
