@@ -81,12 +81,12 @@ def logps_by_hand(prompts, lengths, responses, pixels):
 
 def test_episodes_are_what_plain_play_and_the_host_say():
     e = play()
-    step, compared = jax.jit(ENV.step), 0
+    step, reset, compared = jax.jit(ENV.step), jax.jit(ENV.reset), 0
     goal = ENV.word_id["push_every_box_onto_a_target"]
     before, feature, after = ENV.picture_words
-    prompt = [goal, before, *[feature] * 36, after, ACT]
+    prompt, keys = [goal, before, *[feature] * 36, after, ACT], task_keys("train", 3, INDICES)
     for b in range(B):
-        state, _ = ENV.reset(task_keys("train", 3, INDICES)[b])
+        state, _ = reset(keys[b])
         for t in range(int(e.mask[b].sum())):
             np.testing.assert_array_equal(e.pictures[b, t], ENV.render(state, 2))
             assert e.prompts[b, t].tolist() == prompt and e.prompt_lengths[b, t] == len(prompt)
@@ -116,6 +116,7 @@ def test_the_learner_reads_what_the_sampler_saw(constrained):
     assert np.abs(np.where(mask, seen - logp, 0)).max() > 1e-3  # it matters which picture it is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", ["data=2", "data=1,fsdp=2", "data=1,tensor=2"])
 def test_meshes_change_nothing(spec):
     e, other = play(), play(spec)
@@ -167,6 +168,7 @@ def test_long_answers_of_rows_that_are_compacted():
     np.testing.assert_allclose(out.logp[written], logps[written], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_cloning_sees_the_rooms_of_the_play():
     tasks = task_keys("warm_start", 0, jnp.arange(6))
     options = {"noise": 0.0, "history_length": 0, "end": END, "act": ACT}
