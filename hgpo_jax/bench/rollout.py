@@ -8,8 +8,9 @@ samples a turn of all unfinished episodes, one decode batch after the other, and
 
     python -m hgpo_jax.bench rollout --keep 2 --episodes 64 --slots 64 --turns 16 --mean 20 --longest 64
 
-compares partial rollouts (`rollout.keep`) with whole ones instead, by the decode steps of an iteration. Its episodes, in groups
-of GROUP, have 2 to --turns turns.
+compares partial rollouts (`rollout.keep`) with whole ones instead, by the decode steps of an iteration and by its time, with
+interrupted answers read again and going on in their slots (`rollout.reread`). Its episodes, in groups of GROUP, have 2 to
+--turns turns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import argparse
 import dataclasses
 import functools
 import math
+import time
 
 import jax
 import numpy as np
@@ -126,7 +128,7 @@ def run(args: argparse.Namespace) -> list[dict]:
 
 
 def keep_rows(args: argparse.Namespace, text: ArtificialFormat, graphdef, params, mesh) -> list[dict]:
-    """Returns the decode steps of an iteration of whole and of partial rollouts; the ratio is of the first to the second."""
+    """Returns rows of whole and of partial rollouts; a ratio is of the whole one's steps or seconds to the partial one's."""
     if args.episodes % GROUP:
         raise ConfigError(f"--episodes {args.episodes}: must be a multiple of {GROUP}, the episodes of a prompt group")
 
@@ -136,22 +138,29 @@ def keep_rows(args: argparse.Namespace, text: ArtificialFormat, graphdef, params
         return tasks, jax.random.split(jax.random.key(n), args.episodes), groups, UNIFORM
 
     rows: list[dict] = []
-    for keep in (1, args.keep):
-        settings = TextSettings(args.episodes, 0, args.longest, args.slots // mesh.shape["data"], keep=keep)
+    whole: dict[str, float] = {}
+    for keep, reread in ((1, True), (args.keep, True), (args.keep, False)):
+        sizes = args.episodes, 0, args.longest, args.slots // mesh.shape["data"]
+        settings = TextSettings(*sizes, keep=keep, reread=reread)
         make = functools.partial(ArtificialEnvironment, args.turns, shortest=2)
         host = HostRollout(make, text, {SHARED: graphdef}, mesh, settings)
-        partial, steps, busy = PartialRollout(host, keep, inputs, GROUP), [], []
+        partial, steps, busy, seconds = PartialRollout(host, keep, inputs, GROUP), [], [], []
         for iteration in range(ITERATIONS):
-            given = {SHARED: params}
+            given, begin = {SHARED: params}, time.perf_counter()
             _, report = partial(given, iteration) if keep > 1 else host(given, *inputs(iteration))
             assert report is not None
             steps.append(report.counts["decode_steps"])
             busy.append(report.counts.get("slot_use", 0.0) * steps[-1])
+            seconds.append(time.perf_counter() - begin)
         host.close()
-        mean, whole = float(np.mean(steps[FIRST:])), rows[0]["value"] if rows else None
-        shape = f"rollout.keep={keep}, {args.episodes} episodes of 2 to {args.turns} turns in {args.slots} slots"
-        rows.append(row(f"decode steps, {shape}", mean, "steps", None, whole and whole / mean))
-        rows.append(row(f"slots in use, rollout.keep={keep}", sum(busy[FIRST:]) / sum(steps[FIRST:]), "share"))
+        fields = f"rollout.keep={keep}" + " rollout.reread=false" * (not reread)
+        shape = f"{fields}, {args.episodes} episodes of 2 to {args.turns} turns in {args.slots} slots"
+        for what, value, unit in (
+            (f"decode steps, {shape}", float(np.mean(steps[FIRST:])), "steps"),
+            (f"iteration, {fields}", float(np.median(seconds[FIRST:])), "s"),
+        ):
+            rows.append(row(what, value, unit, None, whole.setdefault(unit, value) / value if keep > 1 else None))
+        rows.append(row(f"slots in use, {fields}", sum(busy[FIRST:]) / sum(steps[FIRST:]), "share"))
     return rows
 
 

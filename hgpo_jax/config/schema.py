@@ -221,6 +221,11 @@ class RolloutConfig(Section):
         ge=1,
         le=8,
     )
+    reread: bool = field(
+        True,
+        "with keep: the new weights read an answer that has begun again; false: it goes on from what earlier weights "
+        "computed, which costs nothing, holds the caches beside the update, and makes a resumed run another one",
+    )
     mesh: str = field(
         "",
         "with overlap: the mesh of the rollouts, as in data=1, on the last devices, so that rollout and update run side by "

@@ -141,6 +141,11 @@ class EpisodeBuffer:
         _, (_, *before) = self.begun[response.episode]
         return SlotResponse(response.episode, *map(np.append, before, response[1:]))
 
+    def continues(self, episode: int) -> None:
+        """Notes that the sampler still holds what an answer has begun with, and will return it, too."""
+        first, said = self.begun[episode]
+        self.begun[episode] = first, said._replace(tokens=said.tokens[:0], logp=said.logp[:0])
+
     def add_response(
         self,
         prompt: Prompt,

@@ -54,6 +54,7 @@ class TextSettings:
     time_limit: timeout in seconds, after which a worker's episode counts as hung.
     ready_fraction: fraction of the unfinished episodes whose environments must have answered before decoding goes on.
     keep: episodes played at a time, over the batch (`partial_rollout.py`).
+    reread: whether an answer that a call leaves unfinished is read again by the weights of the next, or goes on in its slot.
     reuse: whether a prompt that begins with the last one of its episode is computed from there on (`held_prefixes.py`).
     store: bytes to keep what episodes have read when others take their slots; with `reuse`.
     words: W of `Episodes.allowed`, if only answers with an admissible command are sampled; 0: anything is.
@@ -68,6 +69,7 @@ class TextSettings:
     time_limit: float = 60.0
     ready_fraction: float = 1.0
     keep: int = 1
+    reread: bool = True
     reuse: bool = False
     store: int = 0
     words: int = 0
@@ -130,6 +132,7 @@ class HostRollout:
         make = functools.partial(SlotPrograms, mesh=mesh, max_new=settings.response_limit)
         self._programs = {name: make(g, end_tokens=self._formats[name].end_tokens) for name, g in graphdefs.items()}
         self._slots = min(settings.batch * settings.keep, settings.decode_batch_size * mesh.shape["data"])
+        self._kept: dict[str, SlotSampler] = {}  # the samplers of the last call, if answers go on in their slots
 
     def _start_workers(self, make_env: Callable) -> None:
         def make_workers():
@@ -144,7 +147,7 @@ class HostRollout:
         """Returns the same rollout over another environment, such as held-out games, in which no more episodes are played than
         the batch has; compiled programs are shared."""
         other = copy.copy(self)
-        other._settings = dataclasses.replace(self._settings, keep=1)
+        other._settings, other._kept = dataclasses.replace(self._settings, keep=1, reread=True), {}
         other._slots = min(self._settings.batch, self._slots)
         other._start_workers(make_env)
         return other
@@ -194,9 +197,13 @@ class HostRollout:
         figures."""
         tasks, samplers = [int(task) for task in tasks], self._samplers(params, keys, decoding)
         self._begin(episodes, tasks)
-        stops, ready = False, list(carried.going_on)  # episodes whose prompt waits for a slot
-        prompts: dict[int, Prompt] = {}  # for the episodes in a slot
-        answers: dict[int, dict[tuple[int, ...], str]] = {}  # what their responses may be, and the commands that these mean
+        in_slots = [episode for episode in carried.going_on if any(sampler.holds(episode) for sampler in samplers.values())]
+        prompts = self._prompts(buffer, in_slots)  # for the episodes in a slot
+        for episode in in_slots:
+            buffer.continues(episode)
+        stops, ready = False, [e for e in carried.going_on if e not in prompts]  # episodes whose prompt waits for a slot
+        # What their responses may be, and the commands that these mean.
+        answers: dict[int, dict[tuple[int, ...], str]] = {episode: {} for episode in prompts}
         truncated: list[int] = []  # episodes that a time limit has ended
         pending = len(episodes)  # episodes whose environments have yet to answer
         while (pending or ready or prompts) and (pending or not stops):
@@ -216,7 +223,8 @@ class HostRollout:
             ready.sort(key=lambda episode: (carried.age(episode), buffer.turn(episode), episode))  # furthest behind first
             requests = []
             for name, sampler in samplers.items():
-                sampler.shrink(unfinished)
+                if self._settings.reread:  # otherwise the next call needs as many slots
+                    sampler.shrink(unfinished)
                 begin = [episode for episode in ready if self._policies[buffer.role(episode)] == name][: sampler.free]
                 prompts |= self._prompts(buffer, begin)
                 answers |= {episode: self._answers(buffer, episode) for episode in begin}
@@ -234,7 +242,12 @@ class HostRollout:
             said = SlotResponse(episode, np.array(tokens, np.int32), np.array(logp, np.float32))
             first, _ = buffer.begun.get(episode, (buffer.version or 0, None))
             buffer.begun |= {episode: (first, buffer.whole(said))} if len(said.tokens) else {}
-        return self._counts(list(samplers.values()))
+        counts = self._counts(list(samplers.values()))
+        if not self._settings.reread:
+            self._kept = samplers
+            for sampler in samplers.values():
+                sampler.pause()
+        return counts
 
     def replay(
         self, buffer: EpisodeBuffer, tasks: Sequence[int], recorded: dict[int, list[tuple[int, SlotResponse]]]
@@ -272,7 +285,11 @@ class HostRollout:
         return SlotRequest(episode, turn, [*prompt.ids, *said], said=len(said), answers=[*answers])
 
     def _samplers(self, params, keys, decoding: Decoding) -> dict[str, SlotSampler]:
-        """Returns a sampler for each policy."""
+        """Returns a sampler for each policy, that of the last call where answers go on in their slots."""
+        for name, sampler in self._kept.items():
+            sampler.use(params[name], keys)
+        if self._kept:
+            return self._kept
         sizes = {"slots": self._slots, "prompt_limit": self._prompt_limit}
         if self._settings.keep > 1:  # answers that have begun are read, too
             sizes["read_limit"] = self._prompt_limit + self._settings.response_limit

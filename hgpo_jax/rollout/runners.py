@@ -346,6 +346,7 @@ def _text_settings(config: Config, models: dict[str, ModelConfig]) -> TextSettin
         time_limit=env.time_limit,
         ready_fraction=rollout.ready_fraction,
         keep=rollout.keep,
+        reread=rollout.reread,
         reuse=converses(config),
         store=rollout.store * 2**20,
         words=words_of(max(model.vocab_size for model in models.values())) if constrained else 0,

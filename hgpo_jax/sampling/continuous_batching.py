@@ -82,8 +82,8 @@ class SlotSampler:
         reuse: bool = False,
         store: int = 0,
     ):
-        self._programs, self._params, self.keys, self._decoding, self._words = programs, params, keys, decoding, words
-        self._blocks = programs("decode_blocks", "all layers", params)
+        self._programs, self._decoding, self._words = programs, decoding, words
+        self.use(params, keys)
         shards = programs.shards
         self.shapes = Shapes(
             buckets(-(-slots // shards), factor=4, smallest=1)[-3:],
@@ -103,6 +103,19 @@ class SlotSampler:
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
         self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
         self.steps, self.busy = 0, 0.0
+
+    def use(self, params, keys) -> None:
+        """Samples with other weights and keys from now on.
+
+        A response that has begun goes on with its own key, from what earlier weights have computed of it.
+        """
+        self._params, self.keys = params, keys
+        self._blocks = self._programs("decode_blocks", "all layers", params)
+
+    def pause(self) -> None:
+        """Forgets the weights, so that they take no memory, and the figures; `use` goes on."""
+        self._params = self._blocks = None
+        self.prompt_tokens, self.reused_tokens, self.steps, self.busy = 0, 0, 0, 0.0
 
     @property
     def active(self) -> int:
@@ -149,6 +162,10 @@ class SlotSampler:
                     self._prefill(*step)
                 case Extend():
                     self._extend(step.pieces)
+
+    def holds(self, episode: int) -> bool:
+        """Whether a response of this episode has begun and not ended."""
+        return episode in self._sampled
 
     def so_far(self, episode: int) -> tuple[list[int], list[float]]:
         """Returns the tokens of an unfinished response from before the end of the last `step`, and their log-probabilities."""

@@ -50,6 +50,7 @@ CHIPS = {
 }
 PARAM_BYTES = 4  # of a trained element
 STATE = ("parameters", "optimizer", "critic", "weights that sample")  # what a checkpoint holds
+GOING_ON = "caches of unfinished answers"
 USABLE = 0.92  # the rest is for the runtime, collectives and fragmentation
 
 
@@ -96,6 +97,8 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     if config.rollout.overlap:
         always["episodes"] *= 2  # those that are learned from, and the next ones
     sampling = _sampling(sizes, workload, lockstep=backend(config) == "compiled")
+    if not config.rollout.reread:  # a validation has caches of its own beside them
+        always[GOING_ON] = sampling["key-value cache"]
     sampling |= _store(config, sizes, workload, mesh.size)
     update |= _update(config, sizes, workload)
     if config.rollout.overlap:
@@ -136,8 +139,11 @@ def bytes_apart(config: Config, mesh, rollout_mesh) -> tuple[dict, dict]:
     alone = config.model_copy(update={"rollout": config.rollout.model_copy(update={"overlap": 0})})
     learning, sampling = bytes_of_run(alone, mesh), bytes_of_run(alone, rollout_mesh)
     learning["always"]["episodes"] *= 2  # those that are learned from, and the next ones
+    learning["always"].pop(GOING_ON, None)
     size, always = jnp.dtype(config.policy.compute_dtype).itemsize, sampling["always"]
     kept = {"weights that sample": always["parameters"] // PARAM_BYTES * size, "episodes": always["episodes"]}
+    if GOING_ON in always:
+        kept[GOING_ON] = always[GOING_ON]
     if config.evaluation.every:
         kept["weights that are validated"] = kept["weights that sample"]
     if config.lora.rank or any(role.lora_rank for role in config.roles.values()):

@@ -120,6 +120,8 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
 def _check_keep(config: Config) -> None:
     """Checks whether unfinished episodes can go on in the next rollout."""
     given, method = f"rollout.keep={config.rollout.keep}", method_named(config.method)
+    if not config.rollout.reread:
+        _check_reread(config)
     if config.rollout.keep == 1:
         return
     if environment(config.env).agent or backend(config) != "host":
@@ -127,6 +129,20 @@ def _check_keep(config: Config) -> None:
     if method.dynamic_sampling or method.alternate:
         why = "samples until it has enough" if method.dynamic_sampling else "trains the roles in turns"
         raise ConfigError(f"{given}: method={config.method} {why}; leave one of the two out")
+
+
+def _check_reread(config: Config) -> None:
+    """Checks whether answers can go on from what earlier weights computed."""
+    given = "rollout.reread=false"
+    if config.rollout.keep == 1:
+        raise ConfigError(f"{given}: no answer is interrupted with rollout.keep=1; leave it out, or give rollout.keep=2")
+    if config.rollout.constrain == "admissible":
+        raise ConfigError(
+            f"{given}: with rollout.constrain=admissible an interrupted answer begins anew; leave one of the two out"
+        )
+    if converses(config):
+        why = f"whole chats of env.template={config.env.template} would stay as earlier weights read them"
+        raise ConfigError(f"{given}: {why}; leave it out")
 
 
 def _check_store(config: Config) -> None:

@@ -12,7 +12,7 @@ from test_host import HARMLESS, MODEL, Script, programs
 from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import initialize, network
-from hgpo_jax.rollout.host import HostRollout, TextSettings
+from hgpo_jax.rollout.host import Carried, HostRollout, TextSettings
 from hgpo_jax.rollout.partial_rollout import PartialRollout
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.setup.validate import check_together
@@ -61,8 +61,9 @@ def whole():
     return by_number
 
 
-def test_all_prompt_groups_are_played_as_in_whole_rollouts_each_once(whole):
-    results, rollout = play(range(3))
+@pytest.mark.parametrize("reread", [True, False])
+def test_all_prompt_groups_are_played_as_in_whole_rollouts_each_once(whole, reread):
+    results, rollout = play(range(3), host_of(reread=reread))
     found = []
     for episodes, report in results:
         np.testing.assert_array_equal(episodes.groups, inputs(0)[2])
@@ -116,6 +117,48 @@ def test_every_token_has_the_probability_of_one_version_after_the_other():
                     assert same[version, token]
                 changed["in an answer"] += version > first
     assert min(changed.values()) > 0
+
+
+def test_answers_go_on_in_their_slots_from_what_earlier_weights_computed():
+    """Not read again: keys and values of the prompt and of all tokens but the last are the earlier weights'."""
+    host, ended = host_of(reread=False), []
+    (tasks, keys, groups, decoding), (more, more_keys, *_) = inputs(0), inputs(1)
+    buffer, tasks = host.new_buffer(np.tile(groups, KEEP), KEEP), [*tasks, *more]
+    given = tasks, jax.random.wrap_key_data(np.concatenate([*map(jax.random.key_data, (keys, more_keys))])), decoding
+    buffer.version = 0
+    host.play(buffer, range(KEEP * B), params(0), *given, Carried(enough=lambda some: (ended.extend(some), len(ended) > 2)[1]))
+    begun = {row: (buffer.turn(row), len(said.tokens)) for row, (_, said) in buffer.begun.items()}
+    assert len(begun) > 1
+    assert buffer.begun.keys() == host._kept[SHARED]._sampled.keys()
+    buffer.version = 1
+    host.play(buffer, (), params(1), *given, Carried([row for row in range(KEEP * B) if row not in ended]))
+    assert not buffer.begun and not host._kept[SHARED].active
+    e, read_again = buffer.episodes, []
+    for row, (turn, before) in begun.items():
+        assert buffer.versions[row][turn] == 0
+        n, length = e.prompt_lengths[row, turn], e.response_lengths[row, turn]
+        ids = np.concatenate([e.prompts[row, turn, :n], e.responses[row, turn, :length]])
+        expected = logprobs_by_both(ids, n, before)
+        np.testing.assert_allclose(e.logp[row, turn, :length], expected, atol=1e-5)
+        read_again.append(logprobs_of(network(MODEL), params(1)[SHARED], ids)[n - 1 + before :])
+    others = [e.logp[row, turn, before : e.response_lengths[row, turn]] for row, (turn, before) in begun.items()]
+    assert np.abs(np.concatenate(read_again) - np.concatenate(others)).max() > 1e-3  # otherwise nothing was tested
+
+
+def logprobs_by_both(ids, prompt, before):
+    """Log-probabilities of a response of which version 0 sampled `before` tokens, and version 1, with its cache, the others."""
+    old, new = (nnx.merge(network(MODEL), params(version)[SHARED]) for version in range(2))
+    held = prompt + before - 1  # the last token has been sampled, not read
+    _, cache = old.prefill(ids[None, :held], np.array([held - 1]), len(ids))
+    logp = [*logprobs_of(network(MODEL), params(0)[SHARED], ids[: held + 1])[prompt - 1 :]]
+    for at in range(held, len(ids) - 1):
+        hidden, cache = new.decode(ids[at : at + 1], np.array([at]), cache, new.decode_blocks())
+        logp.append(log_softmax(new.logits(hidden))[ids[at + 1]])
+    return np.array(logp)
+
+
+def log_softmax(logits):
+    return np.asarray(jax.nn.log_softmax(logits[0]))
 
 
 def logprobs_of(model, params, ids):
@@ -210,5 +253,13 @@ def test_what_cannot_go_on_is_refused():
     ):
         with refused(f"rollout.keep=2: {message}", ConfigError):
             check_together(load(None, ["env.name=household_text", "rollout.keep=2", *fields]))
+    for fields, message in (
+        (["env.name=household_text"], "no answer is interrupted with rollout.keep=1"),
+        (["env.name=household_text", "rollout.keep=2", "env.template=conversation"], "whole chats of env.template=conv"),
+        (["env.name=household_text", "rollout.keep=2", "env.template=plain", "rollout.constrain=admissible"],
+         "with rollout.constrain=admissible an interrupted answer begins anew"),
+    ):  # fmt: skip
+        with refused(f"rollout.reread=false: {message}", ConfigError):
+            check_together(load(None, [*fields, "rollout.reread=false"]))
     with refused("rollout.keep=9: must be less than or equal to 8", ConfigError):
         load(None, ["rollout.keep=9"])

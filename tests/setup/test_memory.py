@@ -157,3 +157,13 @@ def test_partial_rollouts_fill_more_slots_and_read_what_answers_began_with():
     whole, partial = (memory.workload_of(load(None, [*fields, f"rollout.keep={keep}"]), mesh) for keep in (1, 2))
     assert (whole.read, partial.read) == (whole.prompt, whole.prompt + whole.response)
     assert (whole.decode_batch, partial.decode_batch) == (256, 400)
+
+
+def test_caches_in_which_answers_go_on_stay_beside_the_update():
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    fields = ("env.name=household_text", "rollout.keep=2")
+    again, kept = (memory.bytes_of_run(load(None, [*fields, f"rollout.reread={value}"]), mesh) for value in ("true", "false"))
+    assert kept["always"] == again["always"] | {"caches of unfinished answers": again["sampling"]["key-value cache"]}
+    assert (kept["sampling"], kept["update"]) == (again["sampling"], again["update"])
+    apart = memory.bytes_apart(load(None, [*fields, "rollout.reread=false", "rollout.overlap=1"]), mesh, mesh)
+    assert [memory.GOING_ON in phases["always"] for phases in apart] == [False, True]

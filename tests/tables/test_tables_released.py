@@ -38,6 +38,7 @@ RELEASED = {
     "rollout.constrain": "none",
     "rollout.overlap": 0,  # rollout and update take turns
     "rollout.keep": 1,  # every episode is played to its end
+    "rollout.reread": True,  # of `keep`
     "rollout.mesh": "",
     "rollout.store": 0, "env.preload": (),  # not read
     "rollout.ready_fraction": 1.0,  # all environments in step
