@@ -21,12 +21,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
 
 def pytest_addoption(parser):
     parser.addoption("--skips", metavar="FILE", help="fail if a test is skipped that FILE does not list; * is a wildcard")
+    parser.addoption("--xla-defaults", action="store_true", help="compile by XLA's own settings: for tests about rounding")
 
 
 def pytest_configure(config):
-    # One set of flags for a process: .ci/run asks for the optimized tests, which are slow ones, in a session of their own.
-    none_optimized = any(word in config.option.markexpr for word in ("not slow", "not optimized"))
-    os.environ["XLA_FLAGS"] = xla_flags(8, optimized=not none_optimized)
+    os.environ["XLA_FLAGS"] = xla_flags(8, optimized=config.getoption("--xla-defaults"))  # of all tests of this process
     if hasattr(config, "workerinput"):
         return  # pytest-xdist's main process hears of every test
     allowed = config.getoption("--skips") and Path(config.getoption("--skips")).read_text()
@@ -66,8 +65,8 @@ def pytest_collection_modifyitems(items):
 @pytest.hookimpl(tryfirst=True)  # before the fixtures, which compile too
 def pytest_runtest_setup(item):
     """Tests and the processes that they start compile without LLVM's optimization, which took half of their time for
-    programs that run once or twice. Tests marked `optimized` compile as users' runs do: those about rounding, memory or
-    learning, and those whose programs run for long.
+    programs that run once or twice. Tests marked `optimized`, about rounding, memory or learning, or with programs that run
+    for long, compile with it, and the processes that they start as users' do.
 
     Compiled programs are cached by shape: marked tests must not share theirs with others of the same process.
     """
