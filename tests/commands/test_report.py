@@ -111,7 +111,8 @@ def test_what_is_embedded_is_what_the_run_says(content, page):
 def test_pictures_are_embedded_once():
     """Two episodes of one room, the second of which moves to another; goals hold no image tokens."""
     env = SokobanPixels(tile=2)
-    rooms = [np.asarray(env.reset(jax.random.key(seed))[1]) for seed in range(2)]
+    reset = jax.jit(env.reset)
+    rooms = [np.asarray(reset(jax.random.key(seed))[1]) for seed in range(2)]
     before, feature, after = env.picture_words
     e = Episodes.zeros(2, 2, 40, 2)
     e.mask[:] = [[True, False], [True, True]]

@@ -36,7 +36,8 @@ def test_in_a_terminal_enter_shows_the_next_turn(monkeypatch, capsys):
 
 def test_a_film_shows_each_picture_magnified(tmp_path):
     env = SokobanPixels(tile=4)
-    pictures = np.stack([env.picture(env.reset(jax.random.key(seed))[1]) for seed in range(3)])
+    reset = jax.jit(env.reset)
+    pictures = np.stack([env.picture(reset(jax.random.key(seed))[1]) for seed in range(3)])
     watch.save_film(tmp_path / "film.gif", pictures)
     with Image.open(tmp_path / "film.gif") as film:
         frames = [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]

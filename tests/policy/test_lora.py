@@ -214,6 +214,7 @@ def logits_with_pictures(config, params, ids, patches, grids):
     return compute(params)
 
 
+@pytest.mark.slow
 def test_either_tower_is_adapted(tmp_path):
     policy, *inputs = stored_prompts()
     config, adapters = adapted(policy.config, BOTH)

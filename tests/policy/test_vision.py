@@ -208,7 +208,8 @@ def test_remat_of_the_tower_changes_nothing(params, patches):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, other)
 
 
-@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", pytest.param("fsdp=4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["data=2,fsdp=2,tensor=2", "fsdp=4"])
 def test_same_on_every_mesh(spec, params, patches):
     mesh = make_mesh(spec)
     split = initialize(TINY, 0, mesh)

@@ -81,14 +81,14 @@ def logps_by_hand(prompts, lengths, responses, pixels):
 
 def test_episodes_are_what_plain_play_and_the_host_say():
     e = play()
-    step, reset, compared = jax.jit(ENV.step), jax.jit(ENV.reset), 0
+    step, reset, render, compared = *map(jax.jit, (ENV.step, ENV.reset, lambda state: ENV.render(state, 2))), 0
     goal = ENV.word_id["push_every_box_onto_a_target"]
     before, feature, after = ENV.picture_words
     prompt, keys = [goal, before, *[feature] * 36, after, ACT], task_keys("train", 3, INDICES)
     for b in range(B):
         state, _ = reset(keys[b])
         for t in range(int(e.mask[b].sum())):
-            np.testing.assert_array_equal(e.pictures[b, t], ENV.render(state, 2))
+            np.testing.assert_array_equal(e.pictures[b, t], render(state))
             assert e.prompts[b, t].tolist() == prompt and e.prompt_lengths[b, t] == len(prompt)
             action, _ = action_of(e.responses[b, t, : e.response_lengths[b, t]].tolist(), END, 1)
             state, *_ = step(state, action)
@@ -102,7 +102,7 @@ def test_episodes_are_what_plain_play_and_the_host_say():
     np.testing.assert_allclose(flat(e.logp)[written], logps[written], atol=1e-5)
 
 
-@pytest.mark.parametrize("constrained", [False, True])
+@pytest.mark.parametrize("constrained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_learner_reads_what_the_sampler_saw(constrained):
     e = play(constrained=constrained)
     batch = jax.tree.map(jnp.asarray, training_batch(e))

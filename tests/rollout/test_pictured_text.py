@@ -104,10 +104,10 @@ def played(spec="data=1", slots=3):
 def replay(result, history_length: int) -> int:
     """Asserts that prompts are the chat template's, pictures the rooms', and rewards plain play's; the number of moves."""
     e, report = result
-    step, render = jax.jit(ENV.step), jax.jit(lambda state: ENV.render(state, 4))
+    step, reset, render = jax.jit(ENV.step), jax.jit(ENV.reset), jax.jit(lambda state: ENV.render(state, 4))
     grid, template, moves = ((1, 12, 12),), chat_format().template, 0
     for b, key in enumerate(task_keys("train", 3, INDICES)):
-        state, past = ENV.reset(key)[0], []
+        state, past = reset(key)[0], []
         for t in range(int(e.mask[b].sum())):
             np.testing.assert_array_equal(e.pictures[b, t], render(state))
             view = PromptInput("", [("", action) for action in past[max(0, len(past) - history_length) :]], t, "", MOVES)
@@ -125,6 +125,7 @@ def replay(result, history_length: int) -> int:
     return moves
 
 
+@pytest.mark.slow
 def test_prompts_are_the_chat_templates_and_pictures_the_rooms():
     """With answers of random weights, which are no moves: nothing that was said matters to a later prompt."""
     result = played()
@@ -132,7 +133,7 @@ def test_prompts_are_the_chat_templates_and_pictures_the_rooms():
     e = result.episodes
     assert e.mask.all() and e.pictures.dtype == np.uint8 and len(np.unique(e.states)) == GROUPS
     assert set(result.report.goals) == {"push every box onto a target."}
-    assert ENV.decode(ENV.reset(task_keys("train", 3, INDICES)[0])[1]) == result.report.texts[e.states[0, 0]]
+    assert ENV.decode(jax.jit(ENV.reset)(task_keys("train", 3, INDICES)[0])[1]) == result.report.texts[e.states[0, 0]]
 
 
 @pytest.mark.slow

@@ -238,7 +238,8 @@ def conversations(seed: int, turns: int) -> list[list[SlotRequest]]:
     return [[SlotRequest(episode, turn, (head if turn == 0 else []) + new()) for episode in range(6)] for turn in range(turns)]
 
 
-@pytest.mark.parametrize("spec", ["data=1", pytest.param("data=2,fsdp=2,tensor=2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["data=1", "data=2,fsdp=2,tensor=2"])
 def test_a_conversation_goes_on_from_what_a_slot_holds(spec):
     """Some are cut or begin anew, and in the end they lose their places to each other."""
     sampler, mesh = continuing_sampler(spec), programs(spec)[0]

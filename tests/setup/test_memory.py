@@ -151,9 +151,12 @@ def test_processors_hold_the_state_again_while_a_checkpoint_is_written(offload, 
     assert (planned[0]["always"], planned[0]["sampling"]) == (before["always"], before["sampling"])
 
 
+PUBLISHED = ("env.name=household_text", "policy=Qwen/Qwen2.5-0.5B-Instruct")
+
+
 def test_partial_rollouts_fill_more_slots_and_read_what_answers_began_with():
     mesh = make_mesh("data=1", jax.devices()[:1])
-    fields = ("env.name=household_text", "rollout.decode_batch_size=400")
+    fields = (*PUBLISHED, "rollout.decode_batch_size=400")
     whole, partial = (memory.workload_of(load(None, [*fields, f"rollout.keep={keep}"]), mesh) for keep in (1, 2))
     assert (whole.read, partial.read) == (whole.prompt, whole.prompt + whole.response)
     assert (whole.decode_batch, partial.decode_batch) == (256, 400)
@@ -161,7 +164,7 @@ def test_partial_rollouts_fill_more_slots_and_read_what_answers_began_with():
 
 def test_caches_in_which_answers_go_on_stay_beside_the_update():
     mesh = make_mesh("data=1", jax.devices()[:1])
-    fields = ("env.name=household_text", "rollout.keep=2")
+    fields = (*PUBLISHED, "rollout.keep=2")
     again, kept = (memory.bytes_of_run(load(None, [*fields, f"rollout.reread={value}"]), mesh) for value in ("true", "false"))
     assert kept["always"] == again["always"] | {"caches of unfinished answers": again["sampling"]["key-value cache"]}
     assert (kept["sampling"], kept["update"]) == (again["sampling"], again["update"])

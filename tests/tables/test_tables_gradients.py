@@ -99,6 +99,7 @@ def test_roles_with_weights_of_their_own_are_refused(monkeypatch, tmp_path):
         gradients.measure("near/hgpo/s0", tmp_path, 0, batches=8)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_that_of_mean_log_probabilities_weighted_by_advantages():
     mesh = make_mesh("data=1", jax.devices()[:1])
     with jax.set_mesh(mesh):

@@ -140,6 +140,7 @@ def test_refusals(fields, message):
         check_together(load(None, fields if (fields, message) in REFUSED else ["env.name=household_team", *fields]))
 
 
+@pytest.mark.slow
 def test_equal_weights_apart_sample_what_they_sample_together(shared, apart):
     ours, theirs = (episodes_of(job, job.given_params) for job in (apart, shared))
     assert set(ours.agents[ours.mask]) == {0, 1}
