@@ -197,10 +197,7 @@ class HostRollout:
         figures."""
         tasks, samplers = [int(task) for task in tasks], self._samplers(params, keys, decoding)
         self._begin(episodes, tasks)
-        in_slots = [episode for episode in carried.going_on if any(sampler.holds(episode) for sampler in samplers.values())]
-        prompts = self._prompts(buffer, in_slots)  # for the episodes in a slot
-        for episode in in_slots:
-            buffer.continues(episode)
+        prompts = self._go_on(buffer, carried.going_on, samplers)  # for the episodes in a slot
         stops, ready = False, [e for e in carried.going_on if e not in prompts]  # episodes whose prompt waits for a slot
         # What their responses may be, and the commands that these mean.
         answers: dict[int, dict[tuple[int, ...], str]] = {episode: {} for episode in prompts}
@@ -237,17 +234,28 @@ class HostRollout:
             self._workers.send(requests)
             pending += len(requests)
         self._add_final_prompts(buffer, truncated)
-        for episode in prompts if not self._settings.words else ():
+        counts = self._counts(list(samplers.values()))
+        self._interrupt(buffer, [*prompts], samplers)
+        return counts
+
+    def _go_on(self, buffer: EpisodeBuffer, episodes: Sequence[int], samplers: dict[str, SlotSampler]) -> dict[int, Prompt]:
+        """Returns the prompts of those of these episodes whose answers are still in their slots."""
+        in_slots = [episode for episode in episodes if any(sampler.holds(episode) for sampler in samplers.values())]
+        for episode in in_slots:
+            buffer.continues(episode)
+        return self._prompts(buffer, in_slots)
+
+    def _interrupt(self, buffer: EpisodeBuffer, episodes: Sequence[int], samplers: dict[str, SlotSampler]) -> None:
+        """Records what the answers of these episodes have begun with; with `reread=False` they stay in their slots."""
+        for episode in episodes if not self._settings.words else ():
             tokens, logp = samplers[self._policies[buffer.role(episode)]].so_far(episode)
             said = SlotResponse(episode, np.array(tokens, np.int32), np.array(logp, np.float32))
             first, _ = buffer.begun.get(episode, (buffer.version or 0, None))
             buffer.begun |= {episode: (first, buffer.whole(said))} if len(said.tokens) else {}
-        counts = self._counts(list(samplers.values()))
         if not self._settings.reread:
             self._kept = samplers
             for sampler in samplers.values():
                 sampler.pause()
-        return counts
 
     def replay(
         self, buffer: EpisodeBuffer, tasks: Sequence[int], recorded: dict[int, list[tuple[int, SlotResponse]]]

@@ -251,13 +251,10 @@ def generate(
     """Samples a response to each prompt.
 
     Args:
-      model: a bound `Qwen2`.
-      blocks: the result of its `decode_blocks()`, computed outside of every loop.
-      prompts: i32[B, P], right-padded.
-      lengths: i32[B], tokens of each prompt, at least 1.
+      model: a bound `Qwen2`. blocks: its `decode_blocks()`, computed outside of every loop.
+      prompts: i32[B, P], right-padded. lengths: i32[B], tokens of each prompt, at least 1.
       keys: a random key per row.
-      max_new: R, the longest response.
-      end_tokens: the tokens that end a response.
+      max_new: R, the longest response. end_tokens: the tokens that end one.
       pictures: those of the prompts.
     """
     B, answers = len(prompts), decoding.answers
@@ -286,21 +283,17 @@ def generate(
         state = state.replace(token=token, cache=cache, ended=state.ended | is_end(token, end_tokens))
         return i + 1, state, out, smallest_batch(state.ended)
 
+    def decode(i, state, out, fewest: int):
+        """Decodes until the unfinished rows fit in a batch of `fewest`, or answers are as long as they may be."""
+        carry = (i, state, out, smallest_batch(state.ended))
+        return jax.lax.while_loop(lambda carry: (carry[0] < max_new) & (carry[-1] > fewest), step, carry)[:3]
+
     # The whole batch until a quarter of it can hold all unfinished rows, then that quarter. There are no further sizes, because
     # each would compile another copy of all layers.
     compacts = B % (4 * row_shards()) == 0 and max_new >= COMPACT_FROM and answers is None
-    sizes = [B, B // 4] if compacts else [B]
-    i = jnp.int32(1)
-    for size, next_size in zip(sizes, [*sizes[1:], 0], strict=True):
-        if size < B:
-            state = compact_unfinished(state, size)
-
-        def too_many_unfinished(carry, next_size=next_size):
-            i, _, _, unfinished = carry
-            return (i < max_new) & (unfinished > next_size)
-
-        carry = (i, state, out, smallest_batch(state.ended))
-        i, state, out, _ = jax.lax.while_loop(too_many_unfinished, step, carry)
+    i, state, out = decode(jnp.int32(1), state, out, B // 4 if compacts else 0)
+    if compacts:
+        i, state, out = decode(i, compact_unfinished(state, B // 4), out, 0)
     return out
 
 

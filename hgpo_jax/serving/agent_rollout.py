@@ -25,6 +25,7 @@ from __future__ import annotations
 import functools
 import logging
 import secrets
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
@@ -161,6 +162,15 @@ class AgentRunner:
                     raise
             counts = engine.counts
         failures = {number: failure for number, failure in enumerate(outcomes) if failure}
+        left_out = self._left_out(sessions, failures)
+        counts["out_of_turns"] = sum(session.spent for session in sessions)
+        kinds = [failure.kind for failure in failures.values()]
+        counts |= {f"failed/{kind}": kinds.count(kind) / len(sessions) for kind in KINDS}
+        goals = [f"task {task} of {split}" for task in tasks]
+        return episodes_of(sessions, goals, groups, empty, self._programs.end_tokens, left_out, counts)
+
+    def _left_out(self, sessions: Sequence, failures: dict[int, Failure]) -> dict[int, str]:
+        """Returns the reason of each failed episode that is left out, and marks the others as lost. Raises RunError."""
         left_out = {
             n: failure.reason
             for n, failure in failures.items()
@@ -173,11 +183,7 @@ class AgentRunner:
             log.warning("%d of %d episodes are lost, the first one: %s", len(lost), len(sessions), failures[min(lost)].reason)
         for number in lost:
             sessions[number].lost = True
-        counts["out_of_turns"] = sum(session.spent for session in sessions)
-        kinds = [failure.kind for failure in failures.values()]
-        counts |= {f"failed/{kind}": kinds.count(kind) / len(sessions) for kind in KINDS}
-        goals = [f"task {task} of {split}" for task in tasks]
-        return episodes_of(sessions, goals, groups, empty, self._programs.end_tokens, left_out, counts)
+        return left_out
 
     def _no_episodes(self) -> Episodes:
         return Episodes.zeros(self._batch, self._turns, self._prompt_limit, self._programs.max_new)
