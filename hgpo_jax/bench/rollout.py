@@ -159,7 +159,8 @@ def keep_rows(args: argparse.Namespace, text: ArtificialFormat, graphdef, params
             (f"decode steps, {shape}", float(np.mean(steps[FIRST:])), "steps"),
             (f"iteration, {fields}", float(np.median(seconds[FIRST:])), "s"),
         ):
-            rows.append(row(what, value, unit, None, whole.setdefault(unit, value) / value if keep > 1 else None))
+            of_whole = whole.setdefault(unit, value)
+            rows.append(row(what, value, unit, None, of_whole / value if keep > 1 else None))
         rows.append(row(f"slots in use, {fields}", sum(busy[FIRST:]) / sum(steps[FIRST:]), "share"))
     return rows
 

@@ -223,8 +223,9 @@ class RolloutConfig(Section):
     )
     reread: bool = field(
         True,
-        "with keep: the new weights read an answer that has begun again; false: it goes on from what earlier weights "
-        "computed, which costs nothing, holds the caches beside the update, and makes a resumed run another one",
+        "with keep: the new weights read an unfinished answer again, with its prompt; false: it goes on from what earlier "
+        "weights computed, which saves this but keeps the caches beside the update, and a resumed run is not the same to "
+        "the bit",
     )
     mesh: str = field(
         "",

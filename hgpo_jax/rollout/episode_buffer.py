@@ -141,10 +141,11 @@ class EpisodeBuffer:
         _, (_, *before) = self.begun[response.episode]
         return SlotResponse(response.episode, *map(np.append, before, response[1:]))
 
-    def continues(self, episode: int) -> None:
-        """Notes that the sampler still holds what an answer has begun with, and will return it, too."""
+    def continues(self, episode: int, tokens: int) -> None:
+        """Notes that the sampler will return the last `tokens` of what an answer has begun with again, before the others."""
         first, said = self.begun[episode]
-        self.begun[episode] = first, said._replace(tokens=said.tokens[:0], logp=said.logp[:0])
+        earlier = len(said.tokens) - tokens  # which the sampler has been given
+        self.begun[episode] = first, said._replace(tokens=said.tokens[:earlier], logp=said.logp[:earlier])
 
     def add_response(
         self,

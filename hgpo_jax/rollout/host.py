@@ -196,6 +196,7 @@ class HostRollout:
         """Plays episodes from their beginning, and those carried from an earlier call, into a buffer; returns the sampler's
         figures."""
         tasks, samplers = [int(task) for task in tasks], self._samplers(params, keys, decoding)
+        self._kept = {}
         self._begin(episodes, tasks)
         prompts = self._go_on(buffer, carried.going_on, samplers)  # for the episodes in a slot
         stops, ready = False, [e for e in carried.going_on if e not in prompts]  # episodes whose prompt waits for a slot
@@ -239,10 +240,15 @@ class HostRollout:
         return counts
 
     def _go_on(self, buffer: EpisodeBuffer, episodes: Sequence[int], samplers: dict[str, SlotSampler]) -> dict[int, Prompt]:
-        """Returns the prompts of those of these episodes whose answers are still in their slots."""
-        in_slots = [episode for episode in episodes if any(sampler.holds(episode) for sampler in samplers.values())]
-        for episode in in_slots:
-            buffer.continues(episode)
+        """Returns the prompts of those of these episodes whose answers are still in their slots; no others stay there."""
+        in_slots = []
+        for sampler in samplers.values():
+            for episode in sampler.episodes:
+                if episode in episodes:
+                    buffer.continues(episode, len(sampler.so_far(episode)[0]))
+                    in_slots.append(episode)
+                else:
+                    sampler.cancel(episode)
         return self._prompts(buffer, in_slots)
 
     def _interrupt(self, buffer: EpisodeBuffer, episodes: Sequence[int], samplers: dict[str, SlotSampler]) -> None:
@@ -252,10 +258,14 @@ class HostRollout:
             said = SlotResponse(episode, np.array(tokens, np.int32), np.array(logp, np.float32))
             first, _ = buffer.begun.get(episode, (buffer.version or 0, None))
             buffer.begun |= {episode: (first, buffer.whole(said))} if len(said.tokens) else {}
-        if not self._settings.reread:
+        if not self._settings.reread and episodes:
             self._kept = samplers
             for sampler in samplers.values():
                 sampler.pause()
+
+    def forget(self) -> None:
+        """Frees the caches of unfinished answers."""
+        self._kept = {}
 
     def replay(
         self, buffer: EpisodeBuffer, tasks: Sequence[int], recorded: dict[int, list[tuple[int, SlotResponse]]]
@@ -295,7 +305,7 @@ class HostRollout:
     def _samplers(self, params, keys, decoding: Decoding) -> dict[str, SlotSampler]:
         """Returns a sampler for each policy, that of the last call where answers go on in their slots."""
         for name, sampler in self._kept.items():
-            sampler.use(params[name], keys)
+            sampler.use(params[name], keys, decoding)
         if self._kept:
             return self._kept
         sizes = {"slots": self._slots, "prompt_limit": self._prompt_limit}

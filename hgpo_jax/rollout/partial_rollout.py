@@ -2,7 +2,8 @@
 
 With `rollout.keep=2` twice the prompt groups of an iteration are played at a time. A rollout ends as soon as enough of them are
 complete, so that no iteration waits for its longest episodes. The others go on in the next rollout, whose weights read their
-prompts again and what has been sampled of their answers; constrained answers (`rollout.constrain`) begin anew. Every token
+prompts again and what has been sampled of their answers, unless `rollout.reread` is false: answers then go on in their slots,
+from what earlier weights computed. Constrained answers (`rollout.constrain`) begin anew. Every token
 keeps the log-probability of the weights that sampled it, and every prompt group is learned from once. With `ready_fraction=1`
 decode steps alone decide which groups are complete, not the clock.
 
@@ -73,6 +74,10 @@ class PartialRollout:
         rows = self._rows(learned)
         self._ended -= set(rows)
         return self._buffer.take(rows, self._groups).result(counts)
+
+    def close(self) -> None:
+        """Frees the caches of unfinished answers; no call follows."""
+        self._host.forget()
 
     def _start(self, batches: Sequence[int]) -> list[int]:
         """Puts the prompt groups of some batches in the free places; returns their episodes."""

@@ -82,8 +82,8 @@ class SlotSampler:
         reuse: bool = False,
         store: int = 0,
     ):
-        self._programs, self._decoding, self._words = programs, decoding, words
-        self.use(params, keys)
+        self._programs, self._words = programs, words
+        self.use(params, keys, decoding)
         shards = programs.shards
         self.shapes = Shapes(
             buckets(-(-slots // shards), factor=4, smallest=1)[-3:],
@@ -104,12 +104,12 @@ class SlotSampler:
         self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
         self.steps, self.busy = 0, 0.0
 
-    def use(self, params, keys) -> None:
-        """Samples with other weights and keys from now on.
+    def use(self, params, keys, decoding: Decoding | None) -> None:
+        """Samples with other weights, keys and distribution from now on.
 
         A response that has begun goes on with its own key, from what earlier weights have computed of it.
         """
-        self._params, self.keys = params, keys
+        self._params, self.keys, self._decoding = params, keys, decoding
         self._blocks = self._programs("decode_blocks", "all layers", params)
 
     def pause(self) -> None:
@@ -163,9 +163,10 @@ class SlotSampler:
                 case Extend():
                     self._extend(step.pieces)
 
-    def holds(self, episode: int) -> bool:
-        """Whether a response of this episode has begun and not ended."""
-        return episode in self._sampled
+    @property
+    def episodes(self) -> list[int]:
+        """Those whose responses have begun and not ended."""
+        return [*self._sampled]
 
     def so_far(self, episode: int) -> tuple[list[int], list[float]]:
         """Returns the tokens of an unfinished response from before the end of the last `step`, and their log-probabilities."""

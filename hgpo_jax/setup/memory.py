@@ -97,12 +97,14 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     if config.rollout.overlap:
         always["episodes"] *= 2  # those that are learned from, and the next ones
     sampling = _sampling(sizes, workload, lockstep=backend(config) == "compiled")
-    if not config.rollout.reread:  # a validation has caches of its own beside them
-        always[GOING_ON] = sampling["key-value cache"]
     sampling |= _store(config, sizes, workload, mesh.size)
     update |= _update(config, sizes, workload)
     if config.rollout.overlap:
         update["rollout beside it"] = sum(sampling.values())
+    if not config.rollout.reread and config.evaluation.every:  # a validation has caches of its own beside them
+        always[GOING_ON] = sampling["key-value cache"]
+    elif not config.rollout.reread and not config.rollout.overlap:
+        update[GOING_ON] = sampling["key-value cache"]
     return {"always": always, "sampling": sampling, "update": update}
 
 
@@ -123,7 +125,7 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
             part["always"]["reference policy"] *= policy_config.policy.source not in begun
             begun.add(policy_config.policy.source)
         parts.append(part)
-    resident = {"optimizer", "critic", "reference policy", "rollout beside it"}
+    resident = {"optimizer", "critic", "reference policy", "rollout beside it", GOING_ON}
     together = lambda phase, name: max if name == "episodes" or (phase == "update" and name not in resident) else sum  # noqa: E731
     return {
         phase: {
@@ -139,7 +141,8 @@ def bytes_apart(config: Config, mesh, rollout_mesh) -> tuple[dict, dict]:
     alone = config.model_copy(update={"rollout": config.rollout.model_copy(update={"overlap": 0})})
     learning, sampling = bytes_of_run(alone, mesh), bytes_of_run(alone, rollout_mesh)
     learning["always"]["episodes"] *= 2  # those that are learned from, and the next ones
-    learning["always"].pop(GOING_ON, None)
+    for phase in ("always", "update"):  # where they are counted if the same devices sample
+        learning[phase].pop(GOING_ON, None)
     size, always = jnp.dtype(config.policy.compute_dtype).itemsize, sampling["always"]
     kept = {"weights that sample": always["parameters"] // PARAM_BYTES * size, "episodes": always["episodes"]}
     if GOING_ON in always:

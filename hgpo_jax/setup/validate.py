@@ -135,7 +135,7 @@ def _check_reread(config: Config) -> None:
     """Checks whether answers can go on from what earlier weights computed."""
     given = "rollout.reread=false"
     if config.rollout.keep == 1:
-        raise ConfigError(f"{given}: no answer is interrupted with rollout.keep=1; leave it out, or give rollout.keep=2")
+        raise ConfigError(f"{given}: no answer is interrupted with rollout.keep=1; leave it out")
     if config.rollout.constrain == "admissible":
         raise ConfigError(
             f"{given}: with rollout.constrain=admissible an interrupted answer begins anew; leave one of the two out"

@@ -104,6 +104,8 @@ class Training:
         with refusals():
             self.job.by_policy(functools.partial(save_adapters, self.folder), self.state.params)
         trained, played = self.state.params, self._rollout_params()
+        if self.job.partial:
+            self.job.partial.close()
         del self.state  # with adapters, the frozen weights are read back in float32
         base = starting_params(self.job, self.folder) if self.job.adapted else trained
         return self.job.merged_params(trained, base), played

@@ -1,6 +1,7 @@
 """Partial rollouts: the same episodes as whole ones under the same weights, tokens of one version after the other, resumed."""
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ def inputs(n):
 def host_of(make_env=Counting, actions=HARMLESS, **options):
     settings = TextSettings(B, 2, **{"response_limit": R, "decode_batch_size": 4, "keep": KEEP} | options)
     host = HostRollout(make_env, Script(actions), {SHARED: network(MODEL)}, mesh_of(), settings)
-    host._programs = {SHARED: programs("data=1", R)}
+    host._programs = {SHARED: programs("data=1", settings.response_limit)}
     return host
 
 
@@ -61,28 +62,33 @@ def whole():
     return by_number
 
 
+def numbers_of(episodes, report, whole) -> list[int]:
+    """The number of each prompt group, which is the only one that was played so in whole rollouts."""
+    np.testing.assert_array_equal(episodes.groups, inputs(0)[2])
+    found = []
+    for group in range(B // MEMBERS):
+        rows = slice(group * MEMBERS, (group + 1) * MEMBERS)
+
+        def same(other, rows=rows):
+            return all(np.array_equal(getattr(episodes, name)[rows], getattr(other[0], name)[other[2]]) for name in SAME)
+
+        (number,) = (n for n, other in enumerate(whole) if same(other))
+        theirs, their_report, their_rows = whole[number]
+        np.testing.assert_allclose(episodes.logp[rows], theirs.logp[their_rows], atol=1e-5)
+        for ours, others in zip(range(*rows.indices(B)), range(*their_rows.indices(B)), strict=True):
+            assert report.actions[ours] == their_report.actions[others]
+            assert report.responses[ours] == their_report.responses[others]
+            texts = [[r.texts[i] for i in e.states[b, e.mask[b]]] for r, e, b in
+                     ((report, episodes, ours), (their_report, theirs, others))]  # fmt: skip
+            assert texts[0] == texts[1]
+        found.append(number)
+    return found
+
+
 @pytest.mark.parametrize("reread", [True, False])
 def test_all_prompt_groups_are_played_as_in_whole_rollouts_each_once(whole, reread):
     results, rollout = play(range(3), host_of(reread=reread))
-    found = []
-    for episodes, report in results:
-        np.testing.assert_array_equal(episodes.groups, inputs(0)[2])
-        for group in range(B // MEMBERS):
-            rows = slice(group * MEMBERS, (group + 1) * MEMBERS)
-
-            def same(other, episodes=episodes, rows=rows):
-                return all(np.array_equal(getattr(episodes, name)[rows], getattr(other[0], name)[other[2]]) for name in SAME)
-
-            (number,) = (n for n, other in enumerate(whole) if same(other))
-            theirs, their_report, their_rows = whole[number]
-            np.testing.assert_allclose(episodes.logp[rows], theirs.logp[their_rows], atol=1e-5)
-            for ours, others in zip(range(*rows.indices(B)), range(*their_rows.indices(B)), strict=True):
-                assert report.actions[ours] == their_report.actions[others]
-                assert report.responses[ours] == their_report.responses[others]
-                texts = [[r.texts[i] for i in e.states[b, e.mask[b]]] for r, e, b in
-                         ((report, episodes, ours), (their_report, theirs, others))]  # fmt: skip
-                assert texts[0] == texts[1]
-            found.append(number)
+    found = [number for result in results for number in numbers_of(*result, whole)]
     assert len(set(found)) == len(found) == 9
     assert found != sorted(found)  # the shorter ones came first
     assert rollout._buffer.begun  # some answers went on, too
@@ -132,7 +138,7 @@ def test_answers_go_on_in_their_slots_from_what_earlier_weights_computed():
     assert buffer.begun.keys() == host._kept[SHARED]._sampled.keys()
     buffer.version = 1
     host.play(buffer, (), params(1), *given, Carried([row for row in range(KEEP * B) if row not in ended]))
-    assert not buffer.begun and not host._kept[SHARED].active
+    assert not buffer.begun and not host._kept
     e, read_again = buffer.episodes, []
     for row, (turn, before) in begun.items():
         assert buffer.versions[row][turn] == 0
@@ -187,6 +193,31 @@ def test_a_snapshot_goes_on_to_the_bit():
         assert (report.versions, report.texts, report.responses) == tuple(
             getattr(other_report, name) for name in ("versions", "texts", "responses")
         )
+
+
+def test_an_answer_that_is_read_again_and_then_stays_in_its_slot_is_whole():
+    """As in a resumed run, whose sampler is given what the answer began with, and later returns only the rest."""
+    (tasks, keys, groups, _), ended, decoding = inputs(1), [], Decoding(min_new=4)
+    expected, _ = host_of(keep=1, response_limit=40)(params(0), tasks, keys, groups, decoding)
+    host = host_of(reread=False, response_limit=40)
+    buffer = host.new_buffer(np.tile(groups, KEEP), KEEP)
+    buffer.version = 0
+
+    def play_on(new, most):
+        steps = itertools.count()
+        enough = lambda some: (ended.extend(some), next(steps) >= most)[1]  # noqa: E731
+        host.play(buffer, new, params(0), tasks, keys, decoding, Carried(set(range(B)) - {*new, *ended}, enough=enough))
+        return {(row, buffer.turn(row)): len(said.tokens) for row, (_, said) in buffer.begun.items()}
+
+    first = play_on(range(B), 2)
+    host.forget()
+    second = play_on((), 1)
+    assert any(first[answer] < length for answer, length in second.items() if answer in first)
+    assert play_on((), 1000) == {} and len(ended) == B
+    episodes, _ = buffer.take(range(B), groups).result()
+    for name in SAME:
+        np.testing.assert_array_equal(getattr(episodes, name), getattr(expected, name))
+    np.testing.assert_allclose(episodes.logp, expected.logp, atol=1e-5)
 
 
 def test_the_clock_does_not_decide_which_groups_are_complete():

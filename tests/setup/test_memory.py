@@ -165,8 +165,13 @@ def test_partial_rollouts_fill_more_slots_and_read_what_answers_began_with():
 def test_caches_in_which_answers_go_on_stay_beside_the_update():
     mesh = make_mesh("data=1", jax.devices()[:1])
     fields = (*PUBLISHED, "rollout.keep=2")
-    again, kept = (memory.bytes_of_run(load(None, [*fields, f"rollout.reread={value}"]), mesh) for value in ("true", "false"))
-    assert kept["always"] == again["always"] | {"caches of unfinished answers": again["sampling"]["key-value cache"]}
-    assert (kept["sampling"], kept["update"]) == (again["sampling"], again["update"])
-    apart = memory.bytes_apart(load(None, [*fields, "rollout.reread=false", "rollout.overlap=1"]), mesh, mesh)
-    assert [memory.GOING_ON in phases["always"] for phases in apart] == [False, True]
+    for others, phase in (([], "update"), (["evaluation.every=1"], "always"), (["rollout.overlap=1"], None)):
+        again, kept = (
+            memory.bytes_of_run(load(None, [*fields, *others, f"rollout.reread={value}"]), mesh) for value in ("true", "false")
+        )
+        if phase:  # beside a rollout whose slots are the same ones, nothing more
+            again[phase][memory.GOING_ON] = again["sampling"]["key-value cache"]
+        assert kept == again
+        apart = memory.bytes_apart(load(None, [*fields, *others, "rollout.reread=false", "rollout.overlap=1"]), mesh, mesh)
+        counted = [[name for name, of_phase in phases.items() if memory.GOING_ON in of_phase] for phases in apart]
+        assert counted == [[], ["always"] if phase == "always" else []]
