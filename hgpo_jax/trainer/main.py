@@ -198,6 +198,8 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
     for fault in faults:
         if jax.process_index() == 0:
             warn(fault)
+    if config.rollout.overlap and config.learner.rollout_correction == "none":
+        say("rollout.overlap=1: learned worse without learner.rollout_correction=token (hgpo_jax/rollout/README.md)")
     if config.log.keep_best and (tasks := job.runner.num_held_out_tasks) and not validates_apart(job):
         apart = f"with evaluation.episodes={tasks // 2} they would play others"
         say(f"log.keep_best: validations play tasks of the final evaluation, all {tasks} there are; {apart}")

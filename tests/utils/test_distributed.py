@@ -77,6 +77,7 @@ def test_everything_is_written_once_and_said_once(folders):
     assert len(list((base / "two" / "tensorboard").iterdir())) == 2  # one for each time
     assert len(list((base / "cache" / "warm_start").iterdir())) == 1
     assert "everything is in two" in resumed[0]
+    assert out[0].count("learned worse without learner.rollout_correction=token") == 1
     assert out[1] == resumed[1] == ""
 
 
