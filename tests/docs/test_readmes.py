@@ -71,3 +71,9 @@ def test_the_environment_on_the_front_page_can_be_played():
     assert done == (False, False, False, True)
     assert info[2] == {"won": False, "admissible": False}
     assert info[3] == {"won": True, "admissible": True}
+
+
+def test_one_version_is_named_everywhere():
+    patterns = {"pyproject.toml": r'^version = "(.*)"$', "CITATION.cff": "^version: (.*)$", "CHANGELOG.md": "^## (.*)$"}
+    found = {name: re.search(pattern, (ROOT / name).read_text(), re.MULTILINE)[1] for name, pattern in patterns.items()}
+    assert len(set(found.values())) == 1, found
