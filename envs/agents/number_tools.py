@@ -1,7 +1,7 @@
 """An agent with tool calls: it looks for a number from 1 to 100, or to its argument, with a tool that compares guesses to it.
 
     python -m hgpo_jax.train env.name=agent env.command="python -m hgpo_jax.envs.agents.number_tools" env.max_turns=8 \\
-        env.preload=[hgpo_jax.envs.agents.number_tools] warm_start=none policy=Qwen/Qwen2.5-0.5B-Instruct
+        env.preload=[hgpo_jax.envs.agents.number_tools] warm_start=none policy=Qwen/Qwen2.5-0.5B-Instruct learner.lr=1e-6
 
 The policy's chat template must show tools, as Qwen2.5's does.
 """

@@ -14,10 +14,10 @@ from hgpo_jax.utils.heartbeat import phase
 
 
 @phase("finding the policy")
-def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
+def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR, *, weights: bool = True) -> Path:
     """Returns the local folder of a policy; a name like Qwen/Qwen2.5-1.5B-Instruct is fetched from the hub.
 
-    A GGUF file or package (`gguf_folder.py`) becomes a folder in `cache_dir`.
+    A GGUF file or package (`gguf_folder.py`) becomes a folder in `cache_dir`. weights: whether they are fetched, too.
 
     Raises:
       ValueError: neither a folder nor available from the hub, or a GGUF file that cannot be read.
@@ -29,7 +29,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR) -> Path:
         raise ValueError(f"policy {folder}: no such folder")
     from huggingface_hub import snapshot_download  # takes seconds to import, and folders need no hub
 
-    patterns = ["model*.safetensors", "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
+    patterns = [*["model*.safetensors"] * weights, "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
     try:
         return Path(snapshot_download(str(folder), allow_patterns=patterns))
     except Exception as error:  # errors come from several libraries, and none is worth a traceback

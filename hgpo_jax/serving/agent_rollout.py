@@ -1,6 +1,6 @@
 """User programs as players: every episode starts a command that talks to the policy through OpenAI's or Anthropic's API.
 
-    python -m hgpo_jax.train policy=smollm2 warm_start=none env.name=agent env.command="python my_agent.py"
+    python -m hgpo_jax.train policy=smollm2 warm_start=none env.name=agent env.command="python my_agent.py" learner.lr=1e-6
 
 The policy is served during a rollout (`serving/`), and every request of an episode is one of its turns. A command finds these
 variables in its environment:

@@ -150,6 +150,7 @@ class Engine:
     def __exit__(self, *_) -> None:
         self.close()
         self._thread.join()
+        del self._sampler  # its caches at once: the web application is in a cycle of references, which is collected much later
 
     def close(self) -> None:
         """Ends the thread soon and notifies pending requests. May be called by a signal's handler."""

@@ -277,6 +277,7 @@ class Api:
         except ValueError as error:
             if session:
                 session.refused = str(error)
+                _log_once(field, f"refused: {error}")
             raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else field) from None
         return prompt
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from hgpo_jax.advantages import parameters
 from hgpo_jax.config import Config
+from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.learner.loss_table import check_loss_numbers
 from hgpo_jax.learner.methods import FIRST_SIGNAL, TEAM_REWARD, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy
@@ -122,6 +123,16 @@ def text_makers(config: Config) -> Makers | None:
     return None if backend(config) == "compiled" or entry.text is None else entry.text(config)
 
 
+def check_expert(config: Config, makers: Makers | None) -> None:
+    """Raises ConfigError if pretrained weights are to clone the play of a text environment that has no player."""
+    pretrained = any(each.policy.source for each in memory.configs_by_policy(config).values())
+    if makers and config.warm_start == "cloning" and pretrained and not isinstance(makers[0](), TextExpert):
+        raise ConfigError(
+            f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play pretrained "
+            "weights could learn; give warm_start=none"
+        )
+
+
 @phase("preparing the environment")
 def make_runner(
     config: Config, makers: Makers | None, models: dict[str, ModelConfig], tokenizers: dict[str, Any], mesh: Mesh
@@ -161,17 +172,12 @@ def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = 
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # the user's setting of jax's own variable wins
         jax.config.update("jax_compilation_cache_dir", str(compiled))
     makers = text_makers(config)  # first, so that missing files are reported before weights are read
+    check_expert(config, makers)
     policy = make_policy(config, check_memory(config, mesh, rollout_mesh), mesh)
     policies = make_policies(config, policy, mesh, rollout_mesh)
     models = {name: setup.model for name, setup in policies.items()}
     tokenizers = {name: setup.initial.tokenizer for name, setup in policies.items()}
     runner = make_runner(config, makers, models, tokenizers, rollout_mesh or mesh)
-    pretrained = any(setup.settings.policy.source for setup in policies.values())
-    if config.warm_start == "cloning" and pretrained and not runner.has_expert():
-        raise ConfigError(
-            f"warm_start=cloning: env.name={config.env.name} has no expert(history_length) whose play pretrained "
-            "weights could learn; give warm_start=none"
-        )
     job = Job(config, mesh, policies, policy.tokenizer, runner, rollout_mesh=rollout_mesh)
     if config.reward.source:
         job = dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes()))

@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from hgpo_jax.config import Config
 from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.setup.memory import MEMORY_SHARES, USABLE
 from hgpo_jax.setup.validate import mesh_of_rollouts
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError
@@ -23,6 +24,8 @@ def open_devices(multiprocess: bool = False) -> None:
     On a CPU every core becomes a device: for small matrices, data parallelism over cores is faster than threads inside each
     operation. Raises ConfigError if the processes do not find each other.
     """
+    if not MEMORY_SHARES & os.environ.keys():  # jax reserves three quarters of a GPU by default
+        os.environ[min(MEMORY_SHARES)] = str(USABLE)
     if multiprocess:
         distributed.join()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

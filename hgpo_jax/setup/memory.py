@@ -52,6 +52,7 @@ PARAM_BYTES = 4  # of a trained element
 STATE = ("parameters", "optimizer", "critic", "weights that sample")  # what a checkpoint holds
 GOING_ON = "caches of unfinished answers"
 USABLE = 0.92  # the rest is for the runtime, collectives and fragmentation
+MEMORY_SHARES = {"XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"}  # what jax reserves of a GPU; two names for one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +345,7 @@ def workload_of(config: Config, mesh) -> Workload:
         prompt, response = prompt_length(env, settings.history_length), env.action_length + 1
         vocabulary = vocabulary_size(env.words)
     if policy.source:
-        model = published or huggingface_folder.read_config(find(policy.source, config.cache_dir))
+        model = published or huggingface_folder.read_config(find(policy.source, config.cache_dir, weights=False))
     else:
         if vocabulary is None:
             vocabulary = embedding_rows(len(fresh_tokenizer(config)))
@@ -367,7 +368,8 @@ def device_limit(devices: Sequence) -> int | None:
     """Returns the bytes that each device of a process can hold, or None if unknown; the cores of a CPU share the memory."""
     stats = devices[0].memory_stats()
     if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"]
+        # Of a GPU, what jax has reserved: all that is used.
+        return round(stats["bytes_limit"] / (USABLE if devices[0].platform == "gpu" else 1))
     if devices[0].platform == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
     return None

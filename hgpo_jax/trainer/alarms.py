@@ -17,6 +17,7 @@ FEW_PEERS = 0.02  # of the steps after the first step, which all episodes of a p
 NEVER_WON = 10  # iterations with rewards above 0 but no success
 MANY_CUT = 0.05  # of the prompts
 MANY_FAILED = 0.1  # of the episodes of programs, by one cause
+MANY_WRONG = 0.5  # of the answers of text environments
 LARGEST_RATIO = 1.2  # of the mean importance ratio of an iteration, or of its inverse
 LARGEST_KL = 0.1  # how far an update moves the policy, nats per token
 LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}  # between sampler and trainer, by policy.compute_dtype
@@ -70,7 +71,7 @@ class Alarms:
                 f"were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
             )
         wrong = {
-            name: f"{name} is {row[name]:.4g}, its limit is {limit:g}"
+            name: f"{name} is {row[name]:.4g}, its limit is {limit:g}" + "; lower learner.lr" * (name == "approx_kl")
             for name, (size, limit) in self._limits.items()
             if name in row and not size(row[name]) <= limit  # true for NaN
         }
@@ -81,6 +82,12 @@ class Alarms:
                 "every answer was cut at its limit, and with learner.unfinished=mask nothing is learned; raise "
                 "rollout.response_limit, or give learner.unfinished=train"
             )
+        for name, what in (
+            ("unfinished", "were cut at rollout.response_limit; raise it, or give rollout.thinking=false if they are thoughts"),
+            ("malformed", "had not the form that the template asks for; see them in the report of the run"),
+        ):
+            if (count := row.get(name, 0)) > MANY_WRONG * row["steps"]:
+                wrong[name] = f"{count:.0f} of {row['steps']:.0f} answers {what}"
         if row.get("kept_share") == 0:
             wrong["kept_share"] = (
                 f"method={self._config.method} with advantage.keep={self._config.advantage.keep} kept no step, and nothing is "

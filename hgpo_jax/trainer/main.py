@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.config.cli import REFUSED
+from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
@@ -27,7 +28,7 @@ from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.build import build, work_of
+from hgpo_jax.setup.build import build, check_expert, text_makers, work_of
 from hgpo_jax.setup.devices import check_shards, job_meshes, open_devices
 from hgpo_jax.setup.job import Job, PolicySetup, Runner
 from hgpo_jax.setup.sight import check_sight, shown
@@ -41,6 +42,8 @@ from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import atomic_write, is_remote
 from hgpo_jax.utils.heartbeat import Heartbeat, current
 from hgpo_jax.utils.progress import say, warn
+
+LARGE = 10_000_000  # parameters; smaller policies are trained from random weights
 
 
 @Heartbeat("training")
@@ -118,7 +121,8 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
         entry = environment(config.env)
         if backend(config) == "compiled_text" and config.env.compiled is None and entry.games:  # it would write their tables
             config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
-        makers = None if backend(config) == "compiled" or entry.text is None else entry.text(config)
+        makers = text_makers(config)
+        check_expert(config, makers)
         models = {name: memory.workload_of(each, mesh).model for name, each in memory.configs_by_policy(config).items()}
         plans = [(mesh, memory.bytes_of_run(config, mesh))]
         if config.rollout.mesh:
@@ -198,6 +202,12 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
     for fault in faults:
         if jax.process_index() == 0:
             warn(fault)
+    for each in job.policies.values():
+        lr, size = each.settings.learner.lr, sum(a.size for a in jax.tree.leaves(each.initial.params))
+        if each.settings.policy.source and size > LARGE and lr == LearnerConfig.model_fields["lr"].default:
+            warn(f"learner.lr={lr:g}: the default, for small random weights; pretrained ones are given 1e-6, adapters 1e-4")
+    if config.rollout.overlap and not rollouts and used == 1 and jax.default_backend() != "cpu":
+        say("rollout.overlap=1: on one device programs take turns, and only the environments' time overlaps")
     if config.rollout.overlap and config.learner.rollout_correction == "none":
         say("rollout.overlap=1: learned worse without learner.rollout_correction=token (hgpo_jax/rollout/README.md)")
     if config.log.keep_best and (tasks := job.runner.num_held_out_tasks) and not validates_apart(job):

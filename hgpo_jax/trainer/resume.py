@@ -34,7 +34,8 @@ FREE_TO_CHANGE = (
     "evaluation.",
 )
 FIXED = ("rollout.overlap", "rollout.keep")  # fields that decide what a checkpoint holds
-PLAYED = ("seed", "env.", "rollout.")  # fixed, too, where a checkpoint holds unfinished episodes, which are played again
+# Fixed, too, where a checkpoint holds unfinished episodes, which are played again; but not where and how fast.
+PLAYED, PLACES = ("seed", "env.", "rollout."), ("env.data", "env.time_limit", "rollout.ready_fraction")
 HOW_TO_REPAIR = "repair it by hand, or start again in another run_dir"
 PROOFS = ("evaluation.json", "transcripts.txt")  # that a run has ended; the first one holds its result
 # Files that a run writes at its end; a policy is written only after the last checkpoint is complete.
@@ -120,7 +121,11 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
     """
     differ = differing(config, folder)
     all_fields = set(configuration.fields())
-    fixed = FIXED + PLAYED * (config.rollout.keep > 1)
+    fixed = {
+        name
+        for name in differ
+        if name.startswith(FIXED) or (config.rollout.keep > 1 and name.startswith(PLAYED) and name not in PLACES)
+    }
     for role in {*began_with(folder)["roles"], *config.roles}:
         all_fields |= set(configuration.role_fields(role))
     for name in allowed:
@@ -129,11 +134,11 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
     changed = {
         name: f"{name}={now} (the run began with {name}={before})"
         for name, (before, now) in differ.items()
-        if not name.startswith(FREE_TO_CHANGE) and (name not in allowed or name.startswith(fixed))
+        if not name.startswith(FREE_TO_CHANGE) and (name not in allowed or name in fixed)
     }
     if changed:
         ways = [f"what the run in {folder} began with", "another run_dir"]
-        if flags := " ".join(f"--allow-change {name}" for name in changed if not name.startswith(fixed)):
+        if flags := " ".join(f"--allow-change {name}" for name in changed if name not in fixed):
             ways.append(flags)
         raise ConfigError(f"{', '.join(changed.values())}: give {', '.join(ways[:-1])}{',' * (len(ways) > 2)} or {ways[-1]}")
 

@@ -1,8 +1,10 @@
 """Episodes of a command that plays over HTTP: those of a host rollout; what goes wrong costs an episode."""
 
 import functools
+import gc
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.serving import engine
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.serving.commands import KINDS, Commands, Launcher, Running
 from hgpo_jax.serving.sessions import Session
@@ -83,9 +86,16 @@ def test_what_a_policy_is_not_made_for_is_refused():
 
 
 @pytest.mark.parametrize("preload", [(), PRELOAD], ids=["anew", "forked"])
-def test_episodes_are_those_of_a_host_rollout(expected, preload):
+def test_episodes_are_those_of_a_host_rollout(expected, preload, monkeypatch):
     ours, report = expected
-    theirs, told = played(PLAYER, preload=preload)
+    samplers, made = weakref.WeakSet(), engine.SlotSampler
+    monkeypatch.setattr(engine, "SlotSampler", lambda *a, **k: (sampler := made(*a, **k), samplers.add(sampler))[0])
+    gc.disable()
+    try:
+        theirs, told = played(PLAYER, preload=preload)
+        assert not samplers  # an update needs the memory of its caches, and cycles of references are collected much later
+    finally:
+        gc.enable()
     assert_same(theirs, ours)
     assert ours.success.any() and ours.invalid.any() and len(set(ours.mask.sum(1).tolist())) > 1
     assert told.texts == report.texts

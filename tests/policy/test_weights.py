@@ -313,16 +313,18 @@ def test_a_sliding_window_that_is_not_used_is_ignored(tmp_path):
 # ---- the hub ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch):
+@pytest.mark.parametrize("weights", [True, False])
+def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch, weights):
     asked = []
 
     def download(name, *, allow_patterns):
         asked.append(name)
         assert not any("bin" in pattern for pattern in allow_patterns)
+        assert ("model*.safetensors" in allow_patterns) == weights
         return str(DATA / "qwen2_tiny")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    assert huggingface_folder.read_config(find("Qwen/Qwen2.5-0.5B")).vocab_size == 67
+    assert huggingface_folder.read_config(find("Qwen/Qwen2.5-0.5B", weights=weights)).vocab_size == 67
     assert asked == ["Qwen/Qwen2.5-0.5B"]
 
 

@@ -1,7 +1,9 @@
 """The memory plan against XLA's own analysis of the compiled programs, on small models."""
 
 import dataclasses
+import os
 import re
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -12,9 +14,10 @@ from hgpo_jax.config import cli, load
 from hgpo_jax.policy import ModelConfig, shapes
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import VisionConfig
-from hgpo_jax.setup import build, memory
+from hgpo_jax.setup import build, devices, memory
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.byte_policy import byte_policy
+from tests.helpers.refusals import refused
 from tests.helpers.serving import engine_of
 
 SIZES = {
@@ -86,6 +89,22 @@ def test_the_plan_of_an_update_with_pictures_is_within_15_percent_of_xla(micro, 
 def test_cores_that_no_mesh_takes_leave_their_memory_to_the_others():
     one, two = (memory.device_limit(jax.devices()[:count]) for count in (1, 2))
     assert one and one // 2 == two
+
+
+def test_a_gpu_s_limit_is_what_jax_has_reserved(monkeypatch):
+    for name in memory.MEMORY_SHARES:
+        monkeypatch.delenv(name, raising=False)
+    devices.open_devices()
+    (share,) = [os.environ.get(name) for name in memory.MEMORY_SHARES if name in os.environ]
+    assert float(share) == memory.USABLE
+    card = SimpleNamespace(platform="gpu", memory_stats=lambda: {"bytes_limit": 920})
+    assert memory.device_limit([card]) == 1000
+    memory.refuse_too_large("mesh=auto", {}, 920, 1000)
+    with refused("mesh=auto: needs ", ConfigError):
+        memory.refuse_too_large("mesh=auto", {"always": {}, "sampling": {}, "update": {}}, 921, 1000)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")  # a user's own stays
+    devices.open_devices()
+    assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.5"
 
 
 def test_what_is_offloaded_is_there_in_the_update_only():

@@ -184,6 +184,16 @@ def test_all_fields_that_differ_are_named_and_allowed_by_name(tmp_path):
         check_unchanged(other, folder, ("learner.lrr",))
 
 
+def test_where_unfinished_episodes_are_played_again_may_change_but_not_what(tmp_path):
+    text = ("env.name=household_text", "rollout.keep=2")
+    folder = begun(tmp_path / "run", *text)
+    changed = ("env.time_limit=7", "rollout.ready_fraction=0.5", "env.workers=2", "env.strict=true")
+    other = configuration.load(None, [*text, *changed])
+    allowed = ("env.time_limit", "rollout.ready_fraction", "env.strict")
+    with pytest.raises(ConfigError, match=r"^env\.strict=True \(the run began with env\.strict=False\): give .* run_dir$"):
+        check_unchanged(other, folder, allowed)
+
+
 def test_what_a_role_has_of_its_own_is_compared_field_by_field(tmp_path):
     team = lambda *fields: configuration.load(None, ["env.name=household_team", *fields])  # noqa: E731
     folder, began = tmp_path / "run", team("roles.searcher.policy=own", "roles.searcher.lr=1e-3")

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from hgpo_jax.config import load
+from hgpo_jax.config import load, read_fields
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.build import build
+from hgpo_jax.trainer.main import dry_run
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.glossary import unexplained
 from tests.helpers.needs import DATA
@@ -112,6 +113,8 @@ def test_given_weights_are_cloned_into_adapters(tmp_path):
     other = [field for field in fields[2:] if not field.startswith("env.max_turns")]
     with pytest.raises(ConfigError, match=r"has no expert\(history_length\)"):
         build(load("text_small", [*other, *more, alien]), mesh_of())
+    with pytest.raises(ConfigError, match=r"has no expert\(history_length\)"):
+        dry_run(read_fields("text_small", [*other, *more, alien]), "never", ())
 
 
 @pytest.mark.slow
