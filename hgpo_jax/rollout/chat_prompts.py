@@ -112,12 +112,17 @@ class Template:
         """Finds a response's action as `find_action` does; if the template asks for the action alone, it is the whole response.
 
         opened: the part of the response that the prompt's end already contains (`ChatFrame.opened`).
+        lower_case: the environment goes by verl-agent's rules, which also take an <action> in a thought; else none is.
         """
-        if self.bare:  # a thought is not part of the action
-            thought, rest = split_thought(text, THINK in opened and THINK_END not in opened)
-            action = (rest if thought.endswith(THINK_END) else text).strip()
+        thought, rest = split_thought(text, THINK in opened and THINK_END not in opened)
+        if not thought.endswith(THINK_END):
+            thought, rest = "", text
+        if self.bare:
+            action = rest.strip()
             return ParsedResponse(opened + text, action.lower() if lower_case else action, True)
-        return ParsedResponse(opened + text, *find_action(text, fallback, opened, lower_case=lower_case))
+        if lower_case:
+            return ParsedResponse(opened + text, *find_action(text, fallback, opened, lower_case=True))
+        return ParsedResponse(opened + text, *find_action(rest, fallback, opened + thought))
 
     def render(self, prompt_input: PromptInput) -> str:
         """Renders the user message; of a chat, its first. Slots are filled once: a dollar sign in the inserted texts has no
@@ -173,7 +178,7 @@ class ChatFormat:
         observation, of the commands and of the goal; the rest of the template always stays. A chat that is too long loses its
         oldest turns until it takes half of the limit at most, so that the next prompts extend it again.
       fallback: characters at the end of a malformed response that are taken as its action.
-      lower_case: whether actions lose their capitals.
+      lower_case: whether actions lose their capitals, and may stand in a thought, as in verl-agent.
       picture: tokens of the picture that every message begins with (`policy.pictures.picture_tokens`); none by default.
 
     Attributes:

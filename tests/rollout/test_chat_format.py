@@ -199,6 +199,16 @@ def test_actions_are_taken_as_verl_agent_takes_them(text, action, valid):
     assert (kept[0].lower(), kept[1]) == (action, bool(valid)) and kept[0] in text
 
 
+@pytest.mark.parametrize(("lower_case", "action"), [(True, "and"), (False, "look")])
+@pytest.mark.parametrize("opened", ["", "<think>\n"])
+def test_an_action_that_a_thought_speaks_of_is_taken_by_verl_agents_rules_alone(opened, lower_case, action):
+    text = "<think>\nOne action goes between <action> and </action>.</think> <action>look</action>".removeprefix(opened)
+    parsed = load_template("text").parse(text, 30, opened, lower_case=lower_case)
+    assert parsed == (f"{opened}{text}", action, True)
+    cut = text[: text.index("</think>")]
+    assert not load_template("text").parse(cut, 30, opened, lower_case=lower_case).well_formed
+
+
 def test_the_end_of_a_malformed_response_by_environment():
     text = "0123456789" * 5
     ids = LOADERS["bytes"]().encode(text)
