@@ -170,6 +170,19 @@ def test_processors_hold_the_state_again_while_a_checkpoint_is_written(offload, 
     assert (planned[0]["always"], planned[0]["sampling"]) == (before["always"], before["sampling"])
 
 
+@pytest.mark.parametrize(("dtype", "masks"), [("bfloat16", True), ("float32", False)])
+def test_long_sequences_have_a_mask_for_cudnn_in_the_plan(dtype, masks):
+    config, mesh = load(None, [f"policy.compute_dtype={dtype}"]), make_mesh("data=1", jax.devices()[:1])
+    eight, sixteen = (
+        memory.bytes_by_phase(
+            config.model_copy(update={"learner": config.learner.model_copy(update={"microbatch_size": rows})}), mesh,
+            memory.Workload(ModelConfig(**SIZES), 20_000, 480, steps=64, decode_batch=16),
+        )["update"]["activations"]
+        for rows in (8, 16)
+    )  # fmt: skip
+    assert ((sixteen - eight) / 8 > 4 * 20_480**2) == masks  # of which the mask is 3
+
+
 PUBLISHED = ("env.name=household_text", "policy=Qwen/Qwen2.5-0.5B-Instruct")
 
 
