@@ -40,7 +40,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.config import Config, cli
 from hgpo_jax.envs.command_line import whole_number
 from hgpo_jax.evaluation import panels
-from hgpo_jax.evaluation.files import OWN, file_name, refuse_another, settings_of, write
+from hgpo_jax.evaluation.files import OWN, data_of, file_name, refuse_another, settings_of, write
 from hgpo_jax.evaluation.held_out import describe_evaluation, describe_seeds, evaluate_seeds, play_both
 from hgpo_jax.evaluation.pass_at_k import describe_samples, evaluate_samples
 from hgpo_jax.evaluation.served import PREFIX, ServedPolicy
@@ -210,12 +210,14 @@ def main() -> None:
     tasks = panels.panel_tasks(args.panel, config) if args.panel else []
     settings = settings_of(config)
     in_run = source.is_run and args.to is None and not seeds and not args.samples
-    in_run = in_run and settings == settings_of(configuration.load(source.config))
+    if in_run:
+        of_run = configuration.load(source.config)
+        in_run = (settings, data_of(config)) == (settings_of(of_run), data_of(of_run))
     target = source.folder if in_run else Path(args.to) if args.to else source.folder / "evaluations"
     about_plays = config.evaluation.temperature, config.evaluation.episodes, seeds, args.samples
     file = target / (OWN if in_run else file_name(split, *about_plays))
     if not in_run:
-        refuse_another(file, settings, source.name if args.to else None)
+        refuse_another(file, settings, source.name if args.to else None, data_of(config))
     evaluation = _prepare(args, config, mesh, tasks, seeds)
     if jax.process_index() == 0:  # before hours of evaluation, not after
         target.mkdir(parents=True, exist_ok=True)
@@ -225,7 +227,7 @@ def main() -> None:
             )
     result, episodes, text = evaluation()
     if jax.process_index() == 0:
-        about = {"policy": source.name, "env": config.env.name, "split": split, "settings": settings}
+        about = {"policy": source.name, "env": config.env.name, "split": split, "data": data_of(config), "settings": settings}
         write(file, result if in_run else about | {"hgpo_jax": version("hgpo_jax")} | result, episodes)
         if in_run:
             plot_curves(source.folder)  # the curves include the evaluation

@@ -58,6 +58,7 @@ def export(
         for name in huggingface_folder.FILES["model"] - {"config.json", "model.safetensors.index.json"}:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, partial / name)
+        huggingface_folder.open_to_transformers_4(partial)
         safetensors_files.write(partial, tensors, lambda t: source_weights.read(t.name), size=shard_size)
 
 

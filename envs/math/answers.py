@@ -22,12 +22,21 @@ TIME_LIMIT = 5.0  # seconds for a comparison in LaTeX
 START_LIMIT = 60.0  # seconds until its process has imported what it needs
 MEMORY = 4 * 2**30  # bytes for that process
 _NUMBER = re.compile(r"([-+]?)\$?(\d+(?:,\d{3})*|(?=\.\d))(\.\d+)?(?:/(\d+))?\.?", re.ASCII)
+_WRITTEN = {r"\$": "$", "{,}": ",", r",\!": ",", "\u2212": "-"}  # in LaTeX, or by a typesetter -> plain
+_IN_MATHS = re.compile(r"\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _BOXED = re.compile(r"\\f?boxed\s*")
 
 
 def number(text: str) -> Fraction | None:
-    """Reads a plain number: a whole one, a decimal or a/b, also with a sign, a dollar or commas; None for anything else."""
+    """Reads a plain number: a whole one, a decimal or a/b, also with a sign, a dollar or commas; None for anything else.
+
+    It may stand in the signs that begin and end mathematics, as in $18$.
+    """
     text = text.strip()
+    if len(text) <= LENGTH and (inner := _IN_MATHS.fullmatch(text)):
+        text = next(filter(None, inner.groups())).strip()
+    for written, plain in _WRITTEN.items():
+        text = text.replace(written, plain)
     if len(text) > LENGTH or not (match := _NUMBER.fullmatch(text)):
         return None
     sign, whole, part, below = match.groups()
@@ -69,6 +78,17 @@ def is_right(answer: str, right: str, latex: bool = False) -> bool:
 def has_verifier() -> bool:
     """Whether math-verify is installed."""
     return find_spec("math_verify") is not None
+
+
+def verifier_fault() -> str:
+    """Says why math-verify, which is installed, cannot compare answers on this machine; "" if it can."""
+    if _VERIFIER.agrees(r"\frac{1}{2}", "0.5"):
+        return ""
+    try:
+        done = subprocess.run([sys.executable, "-P", __file__], input=b"", capture_output=True, timeout=START_LIMIT)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    return (done.stderr.decode(errors="replace").strip().splitlines() or [f"its process ended with {done.returncode}"])[-1]
 
 
 class _Verifier:

@@ -30,7 +30,8 @@ def load(folder: str | Path) -> Data:
     """Reads the problems in a folder.
 
     Raises:
-      ValueError: a file is missing or empty, a line is damaged or has another layout, or needs math-verify and it is missing.
+      ValueError: a file is missing or empty, a line is damaged or has another layout, or needs math-verify, which is missing
+        or does not work.
     """
     parts = []
     for name in FILES:
@@ -42,7 +43,10 @@ def load(folder: str | Path) -> Data:
             raise ValueError(f"{name}: is empty; give a problem on each line")
     kinds = tuple(sorted({kind for part in parts for kind, *_ in part}))
     train, test = ([Problem(question, answer, kinds.index(kind)) for kind, question, answer in part] for part in parts)
-    return Data(train, test, kinds, any(answers.number(answer) is None for part in parts for *_, answer in part))
+    latex = any(answers.number(answer) is None for part in parts for *_, answer in part)
+    if latex and (fault := answers.verifier_fault()):
+        raise ValueError(f"math-verify cannot compare its answers here: {fault}; pip install 'math-verify[antlr4_13_2]'")
+    return Data(train, test, kinds, latex)
 
 
 def _read(line: bytes, where: str) -> tuple[str, str, str]:
@@ -50,7 +54,8 @@ def _read(line: bytes, where: str) -> tuple[str, str, str]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        raise ValueError(f"{where}: is no JSON; mend or remove it") from None
+        mend = "give one object on each line, no array" if line.lstrip().startswith(b"[") else "mend or remove it"
+        raise ValueError(f"{where}: is no JSON; {mend}") from None
     text = lambda name: value if isinstance(value := record.get(name), str) and value.strip() else ""  # noqa: E731
     if not isinstance(record, dict):
         raise ValueError(f"{where}: is no JSON object; give one with question and answer, or with problem and solution")
@@ -59,14 +64,15 @@ def _read(line: bytes, where: str) -> tuple[str, str, str]:
         if not mark or answers.number(answer) is None:
             raise ValueError(f'{where}: answer has no "#### " and a number at its end, as GSM8K\'s do')
     elif question := text("problem"):
-        answer = text("answer") or answers.boxed(text("solution")) or ""
+        plain = record.get("answer")
+        answer = str(plain) if type(plain) in (int, float) else text("answer") or answers.boxed(text("solution")) or ""
         if not answer:
             raise ValueError(f"{where}: has no answer, and no \\boxed{{}} in its solution, as MATH's do")
     else:
         raise ValueError(f"{where}: unknown layout; give question and answer as GSM8K, or problem and solution as MATH")
     answer = answer.strip()
     if len(answer) > answers.LENGTH:
-        raise ValueError(f"{where}: its answer has more than {answers.LENGTH} characters")
+        raise ValueError(f"{where}: its answer has more than {answers.LENGTH} characters; shorten it, or remove the line")
     if answers.number(answer) is None and not answers.has_verifier():
         raise ValueError(f"{where}: the answer {answer!r:.40} {NO_VERIFIER}")
     return text("type") or text("subject") or "problem", question.strip(), answer

@@ -85,6 +85,11 @@ def trained_policy(args) -> tuple[str, list[str]]:
     Raises ConfigError.
     """
     run = is_run(args.run)
+    if not run and args.config is None and Path(args.run, "config.yaml").is_file():
+        raise errors.ConfigError(
+            f"{args.run}: this run has not ended; continue it with python -m hgpo_jax.train --resume {args.run}, or end it at "
+            "its last checkpoint N with --resume RUN iterations=N"
+        )
     if not run and args.config is None:
         raise errors.ConfigError(
             f"{args.run}: not the folder of a run that has ended; it needs config.yaml and policy/ (for a Hugging Face policy, "

@@ -65,14 +65,20 @@ def file_name(
     return f"{split}-t{temperature:g}-n{episodes}{under}.json"
 
 
-def refuse_another(file: Path, settings: dict[str, object], policy: str | None = None) -> None:
-    """Raises ConfigError if `file` holds an intact evaluation with other settings or of another policy.
+def data_of(config: Config) -> str:
+    """Returns where the tasks of an evaluation are read from; it is part of no settings, as a folder may move."""
+    return str(Path(config.env.data).absolute()) if config.env.data else ""
+
+
+def refuse_another(file: Path, settings: dict[str, object], policy: str | None = None, data: str = "") -> None:
+    """Raises ConfigError if `file` holds an intact evaluation with other settings or data, or of another policy.
 
     policy: None if the folder holds evaluations of one policy only.
     """
+    settings = settings | {"env.data": data}
     try:
         old = json.loads(file.read_text())
-        before = {"policy": old["policy"]} | old["settings"]
+        before = {"policy": old["policy"], "env.data": old.get("data", data)} | old["settings"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return
     now = settings | ({"policy": policy} if policy else {})

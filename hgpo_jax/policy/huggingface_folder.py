@@ -193,6 +193,19 @@ def config_json(
     }
 
 
+def open_to_transformers_4(folder: Path) -> None:
+    """Rewrites what transformers 5 writes into tokenizer_config.json and transformers 4, as in many servers, cannot read."""
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return
+    settings = read_json(folder, file.name)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
 @contextlib.contextmanager
 def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
     """Yields a new folder beside `folder` to write into; it replaces `folder` at the end, or is removed after an error.

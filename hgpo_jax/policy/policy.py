@@ -108,6 +108,7 @@ class Policy:
                 huggingface_vision.write_preprocessor(folder, self.config.vision)
             if self.tokenizer is not None:
                 self.tokenizer.save_pretrained(folder)
+                huggingface_folder.open_to_transformers_4(folder)
                 (folder / GENERATION).write_text(json.dumps(self._generation(stop, trained), indent=2) + "\n")
 
         huggingface_folder.save(Path(folder), self.params, tensors, write_rest, "model", size)

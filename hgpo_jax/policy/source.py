@@ -25,7 +25,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR, *, weights: bool
     folder = unpack(folder, cache_dir)
     if Path(folder).is_dir():
         return Path(folder)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(folder)):
+    if not is_hub_name(folder):
         raise ValueError(f"policy {folder}: no such folder")
     from huggingface_hub import snapshot_download  # takes seconds to import, and folders need no hub
 
@@ -35,6 +35,11 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR, *, weights: bool
     except Exception as error:  # errors come from several libraries, and none is worth a traceback
         reason = " ".join(str(error).split())
         raise ValueError(f"policy {folder}: no such folder, and it cannot be fetched from the hub: {reason}") from None
+
+
+def is_hub_name(source: str | Path) -> bool:
+    """Whether this is a name like Qwen/Qwen2.5-1.5B-Instruct, and no folder here."""
+    return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(source))) and not Path(source).is_dir()
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.policy import load_policy, lora
+from hgpo_jax.policy.source import is_hub_name
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer.behavior_cloning import warm_start
@@ -102,7 +103,8 @@ class Training:
             self.recorder.close()
         self.checkpoints.close()
         with refusals():
-            self.job.by_policy(functools.partial(save_adapters, self.folder), self.state.params)
+            save = functools.partial(save_adapters, self.folder, start_places(self.job, self.folder))
+            self.job.by_policy(save, self.state.params)
         trained, played = self.state.params, self._rollout_params()
         if self.job.partial:
             self.job.partial.close()
@@ -257,23 +259,33 @@ def refusals() -> Iterator[None]:
         raise ConfigError(str(error)) from None
 
 
-def save_adapters(folder: Path, policy: PolicySetup, adapters) -> None:
-    """With LoRA, saves the trained adapters without their base weights. Raises ValueError if they cannot be written."""
+def save_adapters(folder: Path, places: dict[str, Path], policy: PolicySetup, adapters) -> None:
+    """With LoRA, saves the trained adapters without their base weights. Raises ValueError if they cannot be written.
+
+    places: `start_places`, the base of adapters whose weights are not on the hub as they were.
+    """
     if policy.model.lora:
-        cloned = policy.settings.warm_start == "cloning"
-        base = str(folder / "start" / policy.name) if cloned else policy.settings.policy.source
+        source = policy.settings.policy.source
+        on_hub = policy.settings.warm_start != "cloning" and is_hub_name(source)
+        base = source if on_hub else str(places[policy.name].absolute())
         lora.save(folder / "adapter" / policy.name, policy.model, adapters, base=base)
+
+
+def start_places(job: Job, folder: Path) -> dict[str, Path]:
+    """Returns the folder of each policy's initial weights.
+
+    Policies with the same ones share a folder, and one copy on the devices if adapters go beside it.
+    """
+    first = {id(policy.initial): name for name, policy in reversed(job.policies.items())}
+    return {
+        name: folder / "start" / (name if job.config.warm_start == "cloning" else first[id(policy.initial)])
+        for name, policy in job.policies.items()
+    }
 
 
 def starting_params(job: Job, folder: Path) -> dict[str, dict]:
     """Returns the initial weights: those in `start/` if the run has begun already, otherwise cloned or configured ones."""
-    config, start = job.config, folder / "start"
-    # Policies with the same initial weights share one folder, and one copy on the devices if adapters go beside it.
-    first = {id(policy.initial): name for name, policy in reversed(job.policies.items())}
-    places = {
-        name: start / (name if config.warm_start == "cloning" else first[id(policy.initial)])
-        for name, policy in job.policies.items()
-    }
+    config, places = job.config, start_places(job, folder)
     by_place = {place: name for name, place in places.items()}
     if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in by_place)):
         reference = job.given_params
@@ -288,7 +300,7 @@ def starting_params(job: Job, folder: Path) -> dict[str, dict]:
         try:
             params[place] = load_policy(place, job.mesh).params
         except ValueError as error:
-            raise ConfigError(f"{error}; remove {start}, and it will be recreated") from None
+            raise ConfigError(f"{error}; remove {folder / 'start'}, and it will be recreated") from None
         if jax.tree.map(jnp.shape, params[place]) != jax.tree.map(jnp.shape, job.policies[name].initial.params):
             raise ConfigError(f"{place}: policy.* or env.* ask for another size of policy; start in another run_dir")
     return {name: params[place] for name, place in places.items()}

@@ -153,7 +153,7 @@ CASES = [
     ("evaluate", [], "RUN"),
     ("evaluate", ["nowhere"], "nowhere: not the folder of a run"),
     ("evaluate", ["file", "--config", "household", "--panel", "household"], "file: is a file, which has no folder for its"),
-    ("evaluate", ["no_policy"], "no_policy: not the folder of a run"),
+    ("evaluate", ["no_policy"], "no_policy: this run has not ended; continue it with "),
     ("evaluate", ["odd_config"], "odd_config/config.yaml: not a YAML file"),
     ("evaluate", ["run", "--seeds", "²"], "--seeds"),
     ("evaluate", ["run", "evaluation.episodes=9999999999"], "must be less than or equal to 1000000"),

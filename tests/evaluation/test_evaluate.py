@@ -230,6 +230,14 @@ def test_an_evaluation_of_an_older_release_is_written_again(tmp_path):
         evaluation_files.refuse_another(where, settings, policy)
 
 
+def test_an_evaluation_of_other_data_is_not_replaced(tmp_path):
+    file, settings = tmp_path / "held_out-t1-n12.json", evaluation_files.settings_of(configuration.Config())
+    evaluation_files.write(file, {"policy": "A", "data": "/gsm8k", "settings": settings})
+    evaluation_files.refuse_another(file, settings, "A", "/gsm8k")
+    with pytest.raises(ConfigError, match=r"holds an evaluation with env\.data=/gsm8k; choose another folder with --to"):
+        evaluation_files.refuse_another(file, settings, "A", "/math")
+
+
 def test_fields_that_an_evaluation_depends_on():
     default = evaluation_files.settings_of(configuration.Config())
 

@@ -1,13 +1,15 @@
 """Whether answers are right: plain numbers exactly, LaTeX by math-verify, and nothing hangs."""
 
+import json
 from fractions import Fraction
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hgpo_jax.envs.math import answers
+from hgpo_jax.envs.math import answers, data
 from hgpo_jax.envs.math.answers import LENGTH, boxed, is_right, number
+from tests.helpers.refusals import refused
 
 
 @given(st.integers(-(10**9), 10**9), st.integers(0, 999))
@@ -26,7 +28,9 @@ def test_other_texts_are_no_numbers(text):
 @pytest.mark.parametrize(("answer", "right", "wanted"), [
     ("72", "72", True), (" 72.0 ", "72", True), ("$1,000", "1000", True), ("\\boxed{0.5}", "1/2", True),
     ("71.999", "72", False), ("0.3333333333333333", "1/3", False), ("", "72", False), ("72 apples", "72", False),
-    ("9**9**9", "72", False),
+    ("9**9**9", "72", False), ("$18$", "18", True), ("\\(18\\)", "18", True), ("\\[ 18. \\]", "18", True),
+    ("\\$18", "18", True), ("10{,}000", "10000", True), ("10,\\!000", "10000", True), ("\u22123", "-3", True),
+    ("$18", "18", True), ("$5$6$", "56", False),
     ("\\frac{144}{2}", "72", False), ("7" * LENGTH + "2", "72", False), ("{" * 100, "72", False),
     ("72" + " " * 10**5, "72", False),
 ])  # fmt: skip
@@ -51,8 +55,16 @@ def test_latex_is_compared_and_never_hangs(monkeypatch):
         assert is_right(answer, wanted, latex=True) is ((answer, wanted) in right)
 
 
-def test_a_process_that_dies_counts_as_wrong(monkeypatch):
+def test_a_process_that_dies_counts_as_wrong_and_is_said_before_a_run_begins(monkeypatch, tmp_path):
     monkeypatch.setattr(answers, "__file__", "/nowhere.py")
     verifier = answers._Verifier()
+    monkeypatch.setattr(answers, "_VERIFIER", verifier)
+    assert "/nowhere.py" in answers.verifier_fault()
+    monkeypatch.setattr(answers, "has_verifier", lambda: True)
+    line = json.dumps({"problem": "Half?", "answer": "\\frac{1}{2}"})
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).write_text(line)
+    with refused("math-verify cannot compare its answers here: "):
+        data.load(tmp_path)
     assert not verifier.agrees("x", "x") and not verifier.agrees("x", "x")
     verifier.close()

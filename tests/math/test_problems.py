@@ -118,7 +118,8 @@ def test_the_layouts_of_gsm8k_and_math(tmp_path):
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    (b"{", "is no JSON"), (b"\xff", "is no JSON"), (b"[" * 9999, "is no JSON"), (b"3", "is no JSON object"),
+    (b"{", "is no JSON; mend"), (b"[", "is no JSON; give one object on each line, no array"),
+    (b"\xff", "is no JSON"), (b"[" * 9999, "is no JSON"), (b"3", "is no JSON object"),
     ({"question": "2?", "answer": "2"}, "answer has no"), ({"question": "2?", "answer": "#### two"}, "answer has no"),
     ({"problem": "2?", "solution": "two"}, "has no answer"),
     ({"problem": "2?", "answer": "1" * 201}, "its answer has more than 200 characters"),

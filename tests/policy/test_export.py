@@ -16,6 +16,7 @@ from hgpo_jax import export
 from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.byte_policy import byte_policy
 from tests.helpers.needs import DATA as SHARED
 
 DATA = Path(__file__).parent / "data"
@@ -87,6 +88,24 @@ def test_qwens_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == expected
     assert before(expected)["input_ids"] == ids
     assert before.chat_template == after.chat_template
+
+
+@pytest.mark.parametrize("source", ["saved by a run", "saved by transformers 5"])
+def test_transformers_4_can_read_the_tokenizers_settings(source, tmp_path):
+    """transformers 5 writes a class that 4 has not, and a list where 4 looks for a mapping."""
+    policy = byte_policy()
+    policy.save(tmp_path / "saved")
+    folder = tmp_path / "exported"
+    if source == "saved by transformers 5":
+        policy.tokenizer.save_pretrained(tmp_path / "saved")
+        assert json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())["tokenizer_class"] == "TokenizersBackend"
+    export.export(tmp_path / "saved", folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast" and "extra_special_tokens" not in settings
+    again = read_tokenizer(str(folder))
+    assert again.all_special_tokens == policy.tokenizer.all_special_tokens
+    text = "<|im_start|>user\nHow?<|im_end|>"
+    assert again(text).input_ids == policy.tokenizer(text).input_ids
 
 
 def test_of_a_run_whose_roles_have_policies_one_is_exported(tmp_path, monkeypatch):
