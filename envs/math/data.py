@@ -45,7 +45,7 @@ def load(folder: str | Path) -> Data:
     train, test = ([Problem(question, answer, kinds.index(kind)) for kind, question, answer in part] for part in parts)
     latex = any(answers.number(answer) is None for part in parts for *_, answer in part)
     if latex and (fault := answers.verifier_fault()):
-        raise ValueError(f"math-verify cannot compare its answers here: {fault}; pip install 'math-verify[antlr4_13_2]'")
+        raise ValueError(f"math-verify cannot compare its answers here: {fault}; pip install antlr4-python3-runtime==4.13.2")
     return Data(train, test, kinds, latex)
 
 
