@@ -90,6 +90,7 @@ def main() -> None:
     try:
         import uvicorn
 
+        print("indexing the passages, where no index is kept yet: 1.6 minutes for a million", flush=True)
         app = application(retriever(args.cache / "search", args.data, args.passages))
     except ImportError as error:
         raise ValueError(f"search_server: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None

@@ -117,6 +117,7 @@ def same_tokenizer(a, b) -> bool:
     return None not in (a, b) and a.get_vocab() == b.get_vocab() and template(a) == template(b)
 
 
+@phase("reading or indexing the environment's files", says_end=False)
 def text_makers(config: Config) -> Makers | None:
     """Returns the text-environment factories, or None if the policy plays in word tokens. Raises ConfigError."""
     entry = environment(config.env)

@@ -199,6 +199,8 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
         limit = f"an answer may take {config.env.time_limit:g} s (env.time_limit)"
         count, ray = workers_of(config.env.workers)
         say(f"{count} workers{' on a Ray cluster' * ray} play {config.env.name}; {limit}")
+    if config.env.retriever and not config.env.workers:
+        say(f"env.retriever={config.env.retriever}: is asked one query at a time; env.workers=16 asks as many at once")
     for fault in faults:
         if jax.process_index() == 0:
             warn(fault)
