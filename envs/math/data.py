@@ -45,7 +45,8 @@ def load(folder: str | Path) -> Data:
     train, test = ([Problem(question, answer, kinds.index(kind)) for kind, question, answer in part] for part in parts)
     latex = any(answers.number(answer) is None for part in parts for *_, answer in part)
     if latex and (fault := answers.verifier_fault()):
-        raise ValueError(f"math-verify cannot compare its answers here: {fault}; pip install antlr4-python3-runtime==4.13.2")
+        mend = "; pip install antlr4-python3-runtime==4.13.2" if "antlr" in fault.lower() else ""
+        raise ValueError(f"math-verify cannot compare its answers here: {fault}{mend}")
     return Data(train, test, kinds, latex)
 
 

@@ -66,7 +66,7 @@ def file_name(
 
 
 def data_of(config: Config) -> str:
-    """Returns where the tasks of an evaluation are read from; it is part of no settings, as a folder may move."""
+    """Returns where the tasks of an evaluation are read from. It is no setting, so that evaluations on two machines compare."""
     return str(Path(config.env.data).absolute()) if config.env.data else ""
 
 

@@ -112,16 +112,18 @@ class Template:
         """Finds a response's action as `find_action` does; if the template asks for the action alone, it is the whole response.
 
         opened: the part of the response that the prompt's end already contains (`ChatFrame.opened`).
-        lower_case: the environment goes by verl-agent's rules, which also take an <action> in a thought; else none is.
+        lower_case: the environment goes by verl-agent's rules, which also take an <action> in a thought, and allow no Chinese
+        there; else none is taken, and a thought may be in any language.
         """
         thought, rest = split_thought(text, THINK in opened and THINK_END not in opened)
-        if not thought.endswith(THINK_END):
-            thought, rest = "", text
+        ended = thought.endswith(THINK_END)
         if self.bare:
-            action = rest.strip()
+            action = (rest if ended else text).strip()
             return ParsedResponse(opened + text, action.lower() if lower_case else action, True)
         if lower_case:
             return ParsedResponse(opened + text, *find_action(text, fallback, opened, lower_case=True))
+        if thought and not ended:
+            return ParsedResponse(opened + text, text[-fallback:], False)
         return ParsedResponse(opened + text, *find_action(rest, fallback, opened + thought))
 
     def render(self, prompt_input: PromptInput) -> str:

@@ -327,7 +327,8 @@ def _training_activations(remat: str, sizes: _Sizes, workload: Workload, rows: i
     # The arrays of one block: attention scores in float32, projections, the feed-forward.
     scores = min(H * S * S * rows * sizes.fsdp, max(MAX_SCORES, H * S * rows * sizes.fsdp)) / sizes.fsdp / sizes.tensor
     projections = 2 * sizes.heads * E + 2 * sizes.kv_heads * E
-    mask = 3 * rows * S * S if compute == 2 else 0  # that cuDNN is given instead of scores: of segments, as bool and bfloat16
+    # That cuDNN is given instead of scores: of segments, as bool and bfloat16. Without a TPU, a plan for one counts it, too.
+    mask = 3 * rows * S * S if compute == 2 and jax.default_backend() != "tpu" else 0
     block = max(3 * scores * 4, mask) + rows * S * (projections + 3 * sizes.feed_forward + 4 * D) * compute
     products = rows * S * (projections + 2 * sizes.feed_forward + 3 * D) * compute  # saved per block by "dots"
     saved = {"none": block, "dots": products, "full": rows * S * D * compute}[remat]

@@ -262,12 +262,12 @@ def refusals() -> Iterator[None]:
 def save_adapters(folder: Path, places: dict[str, Path], policy: PolicySetup, adapters) -> None:
     """With LoRA, saves the trained adapters without their base weights. Raises ValueError if they cannot be written.
 
-    places: `start_places`, the base of adapters whose weights are not on the hub as they were.
+    places: `start_places`, the base of adapters whose weights are, as they were, neither on the hub nor in a folder.
     """
     if policy.model.lora:
-        source = policy.settings.policy.source
-        on_hub = policy.settings.warm_start != "cloning" and is_hub_name(source)
-        base = source if on_hub else str(places[policy.name].absolute())
+        source, base = policy.settings.policy.source, str(places[policy.name].absolute())
+        if policy.settings.warm_start != "cloning" and (is_hub_name(source) or Path(source).is_dir()):
+            base = source if is_hub_name(source) else str(Path(source).absolute())
         lora.save(folder / "adapter" / policy.name, policy.model, adapters, base=base)
 
 

@@ -204,10 +204,9 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
     for fault in faults:
         if jax.process_index() == 0:
             warn(fault)
-    for each in job.policies.values():
-        lr, size = each.settings.learner.lr, sum(a.size for a in jax.tree.leaves(each.initial.params))
-        if each.settings.policy.source and size > LARGE and lr == LearnerConfig.model_fields["lr"].default:
-            warn(f"learner.lr={lr:g}: the default, for small random weights; pretrained ones are given 1e-6, adapters 1e-4")
+    if jax.process_index() == 0 and any(map(has_default_rate, job.policies.values())):
+        lr = LearnerConfig.model_fields["lr"].default
+        warn(f"learner.lr={lr:g}: the default, for small random weights; pretrained ones are given 1e-6, adapters 1e-4")
     if config.rollout.overlap and not rollouts and used == 1 and jax.default_backend() != "cpu":
         say("rollout.overlap=1: on one device programs take turns, and only the environments' time overlaps")
     if config.rollout.overlap and config.learner.rollout_correction == "none":
@@ -217,6 +216,13 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
         say(f"log.keep_best: validations play tasks of the final evaluation, all {tasks} there are; {apart}")
     if resuming:
         say("\n".join([f"resumed after iteration {first} in {remote.shown(folder)}", *changes]))
+
+
+def has_default_rate(policy: PolicySetup) -> bool:
+    """Whether a large pretrained policy is to learn at the rate of small random ones."""
+    size = sum(a.size for a in jax.tree.leaves(policy.initial.params))
+    default = LearnerConfig.model_fields["lr"].default
+    return bool(policy.settings.policy.source) and size > LARGE and policy.settings.learner.lr == default
 
 
 def train_and_evaluate(

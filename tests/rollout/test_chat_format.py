@@ -206,7 +206,10 @@ def test_an_action_that_a_thought_speaks_of_is_taken_by_verl_agents_rules_alone(
     parsed = load_template("text").parse(text, 30, opened, lower_case=lower_case)
     assert parsed == (f"{opened}{text}", action, True)
     cut = text[: text.index("</think>")]
-    assert not load_template("text").parse(cut, 30, opened, lower_case=lower_case).well_formed
+    expected = (action if lower_case else cut[-30:], False)
+    assert load_template("text").parse(cut, 30, opened, lower_case=lower_case)[1:] == expected
+    chinese = text.replace("One", "\u4e00")
+    assert load_template("text").parse(chinese, 30, opened, lower_case=lower_case)[1:] == (action, not lower_case)
 
 
 def test_the_end_of_a_malformed_response_by_environment():

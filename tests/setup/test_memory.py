@@ -93,7 +93,8 @@ def test_cores_that_no_mesh_takes_leave_their_memory_to_the_others():
 
 def test_a_gpu_s_limit_is_what_jax_has_reserved(monkeypatch):
     for name in memory.MEMORY_SHARES:
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")  # what is set is put back
+        monkeypatch.delenv(name)
     devices.open_devices()
     (share,) = [os.environ.get(name) for name in memory.MEMORY_SHARES if name in os.environ]
     assert float(share) == memory.USABLE
