@@ -198,12 +198,14 @@ def open_to_transformers_4(folder: Path) -> None:
     file = folder / "tokenizer_config.json"
     if not file.is_file():
         return
-    settings = read_json(folder, file.name)
+    before = read_json(folder, file.name)
+    settings = dict(before)
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(settings.get("extra_special_tokens"), list):
         settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+    if settings != before:  # otherwise a copied file stays as it is, to the byte
+        file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
 
 
 @contextlib.contextmanager
