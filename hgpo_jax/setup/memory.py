@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from hgpo_jax.config import Config
 from hgpo_jax.config.policies import config_of, roles_by_policy
@@ -186,6 +187,7 @@ class _Sizes:
     feed_forward: float
     vocabulary: float
     token_kv: float  # bytes of a token's keys and values in one layer
+    on_tpu: bool  # false, too, if the devices are not known
     gathered_layer: float  # bytes of a layer's weights, gathered over fsdp for computation; decoding gathers nothing
 
     @classmethod
@@ -219,6 +221,7 @@ class _Sizes:
             token_kv=2 * kv_heads * E * compute_bytes,
             feed_forward=F / tensor,
             vocabulary=model.vocab_size / tensor,
+            on_tpu=isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu",
             gathered_layer=(2 * D * (H + G) * E + 3 * D * F) / tensor * compute_bytes * (fsdp > 1),
         )
 
@@ -327,8 +330,8 @@ def _training_activations(remat: str, sizes: _Sizes, workload: Workload, rows: i
     # The arrays of one block: attention scores in float32, projections, the feed-forward.
     scores = min(H * S * S * rows * sizes.fsdp, max(MAX_SCORES, H * S * rows * sizes.fsdp)) / sizes.fsdp / sizes.tensor
     projections = 2 * sizes.heads * E + 2 * sizes.kv_heads * E
-    # That cuDNN is given instead of scores: of segments, as bool and bfloat16. Without a TPU, a plan for one counts it, too.
-    mask = 3 * rows * S * S if compute == 2 and jax.default_backend() != "tpu" else 0
+    # That cuDNN is given instead of scores: of segments, as bool and bfloat16.
+    mask = 3 * rows * S * S if compute == 2 and not sizes.on_tpu else 0
     block = max(3 * scores * 4, mask) + rows * S * (projections + 3 * sizes.feed_forward + 4 * D) * compute
     products = rows * S * (projections + 2 * sizes.feed_forward + 3 * D) * compute  # saved per block by "dots"
     saved = {"none": block, "dots": products, "full": rows * S * D * compute}[remat]
