@@ -60,16 +60,18 @@ def bind(params: dict, adapters: dict) -> dict:
     return unflatten_dict(flatten_dict(params) | flatten_dict(adapters))
 
 
-def merge(config: ModelConfig, params: dict, adapters: dict) -> dict:
+def merge(config: ModelConfig, params: dict, adapters: dict, *, donate: bool = False) -> dict:
     """Returns parameters of the equivalent network without adapters: W + (alpha / rank) A B, in W's dtype and place.
 
     Weights without an adapter are shared with `params`, not copied.
+    donate: take the memory of the adapted weights for the new ones; `params` cannot be used any more.
     """
     assert config.lora is not None  # its adapters
     flat, low = flatten_dict(params), flatten_dict(adapters)
     for path in [path for path in low if path[-1] == "lora_a"]:
         kernel, a, b = flat[*path[:-1], "kernel"], low[path], low[*path[:-1], "lora_b"]
-        flat[*path[:-1], "kernel"] = jax.jit(_merge, out_shardings=kernel.sharding)(kernel, a, b, config.lora.scale)
+        merged = jax.jit(_merge, out_shardings=kernel.sharding, donate_argnums=0 if donate else ())
+        flat[*path[:-1], "kernel"] = merged(kernel, a, b, config.lora.scale)
     return unflatten_dict(flat)
 
 

@@ -69,12 +69,13 @@ class PolicySetup:
             return params
         return jax.device_put(params, shardings_like(params, self.model, self.rollout_mesh))
 
-    def merged_params(self, trained, reference) -> dict:
+    def merged_params(self, trained, reference, donate: bool = False) -> dict:
         """Returns the weights of an equivalent policy without adapters.
 
         reference: the weights that the adapters adapt, in float32: a shorter type would round small changes away.
+        donate: whether their memory is free to be used.
         """
-        return lora.merge(self.model, reference, trained) if self.model.lora else trained
+        return lora.merge(self.model, reference, trained, donate=donate) if self.model.lora else trained
 
     def save(self, params, folder: Path) -> None:
         """Writes a policy with these weights to a folder. Raises ValueError if it cannot be written."""
@@ -164,9 +165,14 @@ class Job:
         """Returns `PolicySetup.rollout_params` of each policy."""
         return self.by_policy(PolicySetup.rollout_params, trained, reference)
 
-    def merged_params(self, trained, reference) -> dict[str, dict]:
-        """Returns `PolicySetup.merged_params` of each policy."""
-        return self.by_policy(PolicySetup.merged_params, trained, reference)
+    def merged_params(self, trained, reference, donate: bool = False) -> dict[str, dict]:
+        """Returns `PolicySetup.merged_params` of each policy. donate: weights that no other policy adapts are used up."""
+
+        def merged(policy: PolicySetup, trained, own):
+            alone = sum(other is own for other in reference.values()) == 1
+            return policy.merged_params(trained, own, donate and alone)
+
+        return self.by_policy(merged, trained, reference)
 
     def rollout_reference(self, reference) -> dict[str, dict]:
         """Returns what `rollout_params` reads of the reference policies, on the mesh of the rollouts: the weights that adapters

@@ -80,9 +80,10 @@ class Workload:
 
 
 def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[str, int]]:
-    """Returns the bytes on each device: {"always": {...}, "sampling": {...}, "update": {...}}, each by purpose.
+    """Returns the bytes on each device: {"always": {...}, "loading": ..., "sampling": ..., "update": ...}, each by purpose.
 
-    `always` lives through the whole iteration; sampling and update come one after the other, but for `rollout.overlap`.
+    `always` lives through the whole iteration; the others come one after the other, but for `rollout.overlap`. `loading` is
+    what adapters need before the first iteration and after the last; for weights that are trained themselves the update needs more.
     """
     sizes = _Sizes.of(config, mesh, workload.model)
     always = {"parameters": sizes.trained * PARAM_BYTES}
@@ -90,8 +91,11 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     (update if config.learner.offload else always).update(_learning_state(config, sizes))
     if config.rollout.overlap:
         always["weights that sample"] = sizes.trained * sizes.compute_bytes
+    loading: dict[str, int] = {}
     if config.lora.rank:  # the adapters are bound to it while sampling, too
         always["reference policy"] = sizes.policy * sizes.compute_bytes
+        # The adapters of a warm start are merged beside the weights, those of the run in their place.
+        loading["weights in float32"] = sizes.policy * PARAM_BYTES * (2 if config.warm_start == "cloning" else 1)
     sets = words_of(workload.model.vocab_size) if config.rollout.constrain == "admissible" else 0
     always["episodes"] = workload.steps * (workload.prompt + (2 + sets) * workload.response + 8) * 4
     if workload.picture:
@@ -107,7 +111,7 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
         always[GOING_ON] = sampling["key-value cache"]
     elif not config.rollout.reread and not config.rollout.overlap:
         update[GOING_ON] = sampling["key-value cache"]
-    return {"always": always, "sampling": sampling, "update": update}
+    return {"always": always, "loading": loading, "sampling": sampling, "update": update}
 
 
 def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
@@ -124,7 +128,8 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
                 raise
             raise ValueError(f"roles.{name}.policy={policy_config.policy.source}: {error}") from None
         if policy_config.lora.rank and config.warm_start != "cloning":  # adapters share one copy
-            part["always"]["reference policy"] *= policy_config.policy.source not in begun
+            for phase, name in (("always", "reference policy"), ("loading", "weights in float32")):
+                part[phase][name] *= policy_config.policy.source not in begun
             begun.add(policy_config.policy.source)
         parts.append(part)
     resident = {"optimizer", "critic", "reference policy", "rollout beside it", GOING_ON}
@@ -383,7 +388,7 @@ def device_limit(devices: Sequence) -> int | None:
 def peak(bytes_by_phase: dict[str, dict[str, int]]) -> int:
     """Returns the peak memory of a device in bytes."""
     total = {phase: sum(parts.values()) for phase, parts in bytes_by_phase.items()}
-    return total["always"] + max(total["sampling"], total["update"])
+    return total.pop("always") + max(total.values())
 
 
 def table(bytes_by_phase: dict[str, dict[str, int]]) -> str:

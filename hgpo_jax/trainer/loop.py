@@ -110,7 +110,7 @@ class Training:
             self.job.partial.close()
         del self.state  # with adapters, the frozen weights are read back in float32
         base = starting_params(self.job, self.folder) if self.job.adapted else trained
-        return self.job.merged_params(trained, base), played
+        return self.job.merged_params(trained, base, donate=self.job.adapted), played
 
     def _save_after_failure(self) -> None:
         """Saves the progress after a rollout or a validation failed; a failed update has destroyed the donated weights.

@@ -74,6 +74,11 @@ def test_adapters_are_as_written_in_the_paper():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), merged, by_hand)
     np.testing.assert_allclose(logits, Policy(BASE, merged, None).logits(IDS, LENGTHS), atol=1e-5)
     assert merged["embed_tokens"]["embedding"] is params["embed_tokens"]["embedding"]
+    used_up = jax.tree.map(jnp.copy, params)
+    again = lora.merge(config, used_up, adapters, donate=True)
+    jax.tree.map(np.testing.assert_array_equal, again, merged)
+    gone = {jax.tree_util.keystr(path) for path, a in jax.tree.leaves_with_path(used_up) if a.is_deleted()}
+    assert gone and all("kernel" in name and ("q_proj" in name or "mlp" in name or "_proj" in name) for name in gone)
 
 
 def test_bfloat16_weights_stay_bfloat16():

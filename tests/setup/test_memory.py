@@ -12,7 +12,7 @@ from hgpo_jax.bench import __main__ as bench
 from hgpo_jax.bench import limits, plan
 from hgpo_jax.config import cli, load
 from hgpo_jax.policy import ModelConfig, shapes
-from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.policy.mesh import abstract_mesh, make_mesh
 from hgpo_jax.policy.model_config import VisionConfig
 from hgpo_jax.setup import build, devices, memory
 from hgpo_jax.utils.errors import ConfigError
@@ -84,6 +84,23 @@ def test_the_plan_of_an_update_with_pictures_is_within_15_percent_of_xla(micro, 
     measured, expected = limits.compiled_bytes(lower().compile()), always + sum(phases["update"].values())
     assert phases["update"]["pictures"] > 0.2 * expected  # the comparison is about them
     assert abs(expected / measured - 1) < 0.15, (expected, measured)
+
+
+def test_adapters_need_their_weights_in_float32_before_and_after_a_run():
+    """8 billion parameters in float32 beside their copy in bfloat16 take 6 bytes each, more than any step of a small batch."""
+    fields = ["policy=Qwen/Qwen2.5-7B-Instruct", "lora.rank=8", "policy.compute_dtype=bfloat16", "env.name=household_text"]
+    few = ["learner.microbatch_size=1", "learner.remat=full", "rollout.decode_batch_size=1", "rollout.prompt_limit=512"]
+    mesh = abstract_mesh("data=1")
+    for start, copies in (("none", 1), ("cloning", 2)):
+        config = load(None, [*fields, *few, f"warm_start={start}"])
+        workload = memory.workload_of(config, mesh)
+        count = sum(a.size for a in jax.tree.leaves(shapes(workload.model)))
+        phases = memory.bytes_by_phase(config, mesh, workload)
+        assert phases["always"]["reference policy"] == 2 * count
+        assert phases["loading"] == {"weights in float32": 4 * copies * count}
+        assert memory.peak(phases) == sum(phases["always"].values()) + 4 * copies * count
+    whole = load(None, [*fields, *few, "warm_start=none", "lora.rank=0"])
+    assert memory.bytes_by_phase(whole, mesh, workload)["loading"] == {}
 
 
 def test_cores_that_no_mesh_takes_leave_their_memory_to_the_others():

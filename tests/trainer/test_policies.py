@@ -197,6 +197,11 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache
     merged = apart.merged_params(after.params, reference)
     assert same(*map(jax.tree.structure, merged.values())) and not same(merged["searcher"], reference["searcher"])
     assert same(merged["carrier"], after.params["carrier"])
+    alone = {"searcher": jax.tree.map(jnp.copy, reference["searcher"]), "carrier": reference["carrier"]}
+    for base, used_up in ((reference, False), (alone, True)):  # weights that two policies begin with are not used up
+        again = apart.merged_params(after.params, base, donate=True)
+        assert same(again["searcher"], merged["searcher"])
+        assert any(a.is_deleted() for a in jax.tree.leaves(base["searcher"])) == used_up
 
 
 @pytest.mark.slow  # one more update to compile
@@ -253,6 +258,8 @@ def test_memory_of_several_sets():
     adapters = [*TEAM, "roles.searcher.lora_rank=2", "roles.carrier.lora_rank=2"]
     beside = memory.bytes_of_run(load(None, adapters), mesh)["always"]["reference policy"]
     assert beside == one["always"]["reference policy"]
+    alone = memory.bytes_of_run(load(None, [*adapters, "policy=Qwen/Qwen2.5-0.5B-Instruct", "warm_start=none"]), mesh)
+    assert alone["loading"]["weights in float32"] == alone["always"]["reference policy"]  # one copy, in float32, too
 
 
 TEXT = (
