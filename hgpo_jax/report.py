@@ -174,6 +174,7 @@ def dump_data(dump: Dump, groups: int, lines: Lines) -> dict:
 def changed_fields(config: Config) -> list[str]:
     """Returns the settings that differ from the defaults, as overrides."""
     changes, default = [], Config()
+    text = lambda value: ",".join(map(str, value)) if isinstance(value, tuple) else value  # noqa: E731
     for name in configuration.fields():
         value, usual = config, default
         for part in name.split("."):
@@ -181,10 +182,10 @@ def changed_fields(config: Config) -> list[str]:
         if name == "roles":
             roles = {role: settings.model_dump(exclude_defaults=True) for role, settings in config.roles.items()}
             changes += [
-                f"roles.{role}.{field}={setting}" for role, fields in roles.items() for field, setting in fields.items()
+                f"roles.{role}.{field}={text(setting)}" for role, fields in roles.items() for field, setting in fields.items()
             ]
         elif value != usual and not name.startswith(PLACES):
-            changes.append(f"{name}={','.join(value) if isinstance(value, tuple) else value}")
+            changes.append(f"{name}={text(value)}")
     return changes
 
 

@@ -91,6 +91,11 @@ class EnvConfig(Section):
         "text: function of an observation (FILE.py:NAME); states are equal where its values are, for instance the text "
         "without a step counter or a clock; default: equal texts",
     )
+    budgets: tuple[Positive, ...] = field(
+        (),
+        "text: turns that an episode should take at most, as its prompts say; the members of a prompt group have them in turn; "
+        "the first signal, budget, for hbpo",
+    )
     strict: bool = field(False, "text: an inadmissible action is invalid, as a malformed response always is")
     workers: int | str = field(
         0,

@@ -31,6 +31,7 @@ from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import env_workers
 from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.rollout.turn_budgets import with_budget
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec
 from hgpo_jax.sampling.continuous_batching import SlotResponse
 from hgpo_jax.sampling.generate import Decoding
@@ -129,6 +130,7 @@ class ServedPolicy:
             while requests or pending:
                 for episode, output in [*unplayed, *self._workers.receive(0 if requests or unplayed else 1)]:
                     pending -= 1
+                    output = with_budget(output, episode, self._config.env.budgets)
                     if buffer.add_output(episode, output):
                         message = sanitized(self._template.render(buffer.prompt_input(episode)))
                         draw = np.random.SeedSequence([seed, episode, buffer.turn(episode)]).generate_state(1)[0]

@@ -66,8 +66,16 @@ def _own_tokenizer(fields: str):
         tasks = task_numbers("warm_start", 0, range(EPISODES), count)
         texts: dict[str, None] = {}  # in order of appearance
         commands: set[str] = set()
-        history_length, time_limit = config.rollout.history_length, config.env.time_limit
-        for episode in play(make_env, tasks, noise=0.5, history_length=history_length, seed=0, time_limit=time_limit):
+        episodes = play(
+            make_env,
+            tasks,
+            noise=0.5,
+            history_length=config.rollout.history_length,
+            seed=0,
+            time_limit=config.env.time_limit,
+            budgets=config.env.budgets,
+        )
+        for episode in episodes:
             for turn, command in zip(episode.inputs, episode.commands, strict=True):
                 texts |= dict.fromkeys((*template.render(turn).splitlines(keepends=True), command, *turn.commands))
                 commands |= {command, *turn.commands}

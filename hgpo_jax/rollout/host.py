@@ -17,7 +17,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,7 +31,8 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import env_workers
 from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.rollout.shared_workers import SharedWorkers
-from hgpo_jax.rollout.workers import EnvSpec
+from hgpo_jax.rollout.turn_budgets import BUDGET, with_budget
+from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec
 from hgpo_jax.sampling.constraint import sets_of
 from hgpo_jax.sampling.continuous_batching import SlotResponse, SlotSampler
 from hgpo_jax.sampling.generate import Decoding
@@ -57,6 +58,7 @@ class TextSettings:
     reread: whether an answer that a call leaves unfinished is read again by the weights of the next, or goes on in its slot.
     reuse: whether a prompt that begins with the last one of its episode is computed from there on (`held_prefixes.py`).
     store: bytes to keep what episodes have read when others take their slots; with `reuse`.
+    budgets: `env.budgets`.
     words: W of `Episodes.allowed`, if only answers with an admissible command are sampled; 0: anything is.
     """
 
@@ -72,6 +74,7 @@ class TextSettings:
     reread: bool = True
     reuse: bool = False
     store: int = 0
+    budgets: Sequence[int] = ()
     words: int = 0
 
 
@@ -142,6 +145,8 @@ class HostRollout:
         self._workers = SharedWorkers(make_workers) if jax.process_count() > 1 else make_workers()
         spec: EnvSpec = self._workers.spec
         self.task_types, self.num_tasks, self.max_turns, self.roles, self.signals = spec
+        if self._settings.budgets:
+            self.signals = (BUDGET, *self.signals)
 
     def with_environment(self, make_env: Callable) -> HostRollout:
         """Returns the same rollout over another environment, such as held-out games, in which no more episodes are played than
@@ -208,7 +213,7 @@ class HostRollout:
             unfinished, can_decode = len(ready) + pending + len(prompts), len(ready) + len(prompts)
             minimum = pending if stops else max(0, math.ceil(self._settings.ready_fraction * unfinished) - can_decode)
             ended = []
-            for episode, output in self._workers.receive(minimum):
+            for episode, output in self._receive(minimum):
                 pending -= 1
                 if buffer.add_output(episode, output):
                     ready.append(episode)
@@ -278,7 +283,7 @@ class HostRollout:
         pending, ended = len(recorded), []
         while pending:
             requests = []
-            for episode, output in self._workers.receive(pending):
+            for episode, output in self._receive(pending):
                 pending -= 1
                 if not buffer.add_output(episode, output):
                     ended.append(episode)
@@ -296,6 +301,11 @@ class HostRollout:
         """Has the environments of these episodes begin."""
         self._workers.discard_answers()
         self._workers.send([(episode, tasks[episode], ()) for episode in episodes])
+
+    def _receive(self, minimum: int) -> Iterator[tuple[int, EnvOutput | EnvFailure]]:
+        """Yields (episode, answer) of environments that have answered, at least `minimum`."""
+        for episode, answer in self._workers.receive(minimum):
+            yield episode, with_budget(answer, episode, self._settings.budgets)
 
     def _request(self, buffer: EpisodeBuffer, episode: int, prompt: Prompt, answers: dict) -> SlotRequest:
         """Returns the request of an episode's response; one that has begun goes on after what was sampled."""

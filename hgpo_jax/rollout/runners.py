@@ -349,5 +349,6 @@ def _text_settings(config: Config, models: dict[str, ModelConfig]) -> TextSettin
         reread=rollout.reread,
         reuse=converses(config),
         store=rollout.store * 2**20,
+        budgets=env.budgets,
         words=words_of(max(model.vocab_size for model in models.values())) if constrained else 0,
     )

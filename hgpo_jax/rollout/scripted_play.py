@@ -5,8 +5,9 @@ The warm start clones it, and it provides a small policy's vocabulary.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.rollout.chat_prompts import PastTurn, PromptInput
 from hgpo_jax.rollout.requirements import deadline
+from hgpo_jax.rollout.turn_budgets import with_budget
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 from hgpo_jax.utils.errors import one_line
 
@@ -28,37 +30,45 @@ class ScriptedEpisode(NamedTuple):
 
 
 def play(
-    make_env: Callable, tasks: Iterable[int], *, noise: float, history_length: int, seed: int, time_limit: float | None = None
+    make_env: Callable,
+    tasks: Iterable[int],
+    *,
+    noise: float,
+    history_length: int,
+    seed: int,
+    time_limit: float | None = None,
+    budgets: Sequence[int] = (),
 ) -> Iterator[ScriptedEpisode]:
     """Plays an episode of each task in one environment, in this process.
 
     With probability `noise` a random command is executed instead of the player's own, which is recorded nevertheless. The play
     then also visits states that a clumsy policy gets into. An environment without a scripted player (`protocol.TextExpert`) is
-    played with random commands. `time_limit` is that of `requirements.deadline`.
+    played with random commands. `time_limit` is that of `requirements.deadline`, `budgets` those of `with_budget`.
 
     Raises ValueError, in one line, for an episode that cannot be played.
     """
     env = make_env()
-    for task in tasks:
+    for number, task in enumerate(tasks):
         random = np.random.default_rng([seed, task])
+        told = functools.partial(with_budget, episode=number, budgets=budgets)
         try:
-            yield _episode(env, task, noise, history_length, random, time_limit)
+            yield _episode(env, task, noise, history_length, random, time_limit, told)
         except Exception as error:  # any error of an environment or its player
             raise ValueError(one_line(f"task {task} cannot be played: {type(error).__name__}: {error}")) from None
 
 
 def _episode(
-    env, task: int, noise: float, history_length: int, random: np.random.Generator, time_limit: float | None
+    env, task: int, noise: float, history_length: int, random: np.random.Generator, time_limit: float | None, told: Callable
 ) -> ScriptedEpisode:
     with deadline(f"reset({task})", time_limit):
-        outputs, labels = [read_output(env, env.reset(task), 2)], list[str]()
+        outputs, labels = [told(read_output(env, env.reset(task), 2))], list[str]()
     actions: list[str] = []
     while not outputs[-1].done and len(actions) < env.max_turns:
         output = outputs[-1]
         labels.append(env.expert(history_length) if isinstance(env, TextExpert) else _random_command(output, random))
         actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
         with deadline(f"step({actions[-1]!r:.80})", time_limit):
-            outputs.append(read_output(env, env.step(actions[-1]), 5))
+            outputs.append(told(read_output(env, env.step(actions[-1]), 5)))
     inputs, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
     return ScriptedEpisode(inputs, roles, labels, bool(outputs[-1].won))
 

@@ -22,6 +22,7 @@ from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import Makers, environment
 from hgpo_jax.rollout.rewards import make_reward
 from hgpo_jax.rollout.runners import CompiledRunner, TextRunner
+from hgpo_jax.rollout.turn_budgets import BUDGET
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
 from hgpo_jax.setup.devices import prepare_devices
@@ -189,20 +190,25 @@ def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = 
 def check_signals(job: Job) -> None:
     """Raises ConfigError if a run's signals have equal names, or are not those that its method needs."""
     config, names, weights = job.config, job.signals, job.config.advantage.signal_weights
+    if config.env.budgets and job.runner.signals.count(BUDGET) > 1:
+        given = ",".join(map(str, config.env.budgets))
+        raise ConfigError(f"env.budgets={given}: env.name={config.env.name} has a signal {BUDGET} of its own; leave it out")
     if len(set(names)) < len(names):
         raise ConfigError(
             f"reward.source={config.reward.source}: signals are {', '.join(names)}, of which env.name={config.env.name} has "
             f"{', '.join(job.runner.signals)}; give each another name"
         )
+    first = FIRST_SIGNAL.get(job.method.estimator)
     if "signals" in parameters(job.method.estimator)[0] and not names:
         mend = "declare them, as hgpo_jax/rollout/signals.py says"
-        if "milestones" in environment(config.env).options:
+        if first == BUDGET:
+            mend = f"give env.budgets, for instance {max(1, config.env.max_turns // 2)},{config.env.max_turns}"
+        elif "milestones" in environment(config.env).options:
             mend = "give env.milestones=true"
         raise ConfigError(
             f"method={config.method}: needs signals, and neither env.name={config.env.name} nor a reward function has any; "
             f"{mend}"
         )
-    first = FIRST_SIGNAL.get(job.method.estimator)
     if first and names[0] != first:
         raise ConfigError(f"method={config.method}: the first of the signals {', '.join(names)} must be called {first}")
     for role, settings in config.roles.items():

@@ -22,7 +22,7 @@ from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, TEAM_REWARD, Method, method_named
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.rollout.backend import Backend, backend, converses, role_names
-from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, environment
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, environment, max_turns
 from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
 from hgpo_jax.utils.errors import ConfigError
@@ -108,6 +108,8 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
             "while episodes are sampled, and nothing saved; leave one of the two out"
         )
     _check_keep(config)
+    if env.budgets:
+        _check_budgets(config, entry, rollout_backend)
     if workers_of(env.workers).ray and importlib.util.find_spec("ray") is None:
         raise ConfigError(f"env.workers={env.workers}: ray is not installed; pip install 'hgpo_jax[ray]'")
     if config.rollout.ready_fraction < 1 and not compiled and not env.workers:
@@ -115,6 +117,20 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
             f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step "
             "one by one"
         )
+
+
+def _check_budgets(config: Config, entry: Environment, rollout_backend: Backend) -> None:
+    """Checks whether prompts can state budgets, episodes exceed them, and prompt groups have each as often."""
+    env, size = config.env, config.rollout.group_size
+    given = f"env.budgets={','.join(map(str, env.budgets))}"
+    if entry.agent or rollout_backend != "host":
+        mend = f"give env.name={env.name}_text" if f"{env.name}_text" in ENVIRONMENTS else "leave it out"
+        mend = "give env.compiled=false" if rollout_backend == "compiled_text" and not entry.pictures else mend
+        raise ConfigError(f"{given}: env.name={env.name} is not played as text on the host; {mend}")
+    if max(env.budgets) > (turns := max_turns(env)):
+        raise ConfigError(f"{given}: an episode ends after {turns} turns; give no more")
+    if size % len(env.budgets):
+        raise ConfigError(f"{given}: rollout.group_size={size} is no multiple of {len(env.budgets)}, their number; give one")
 
 
 def _check_keep(config: Config) -> None:
@@ -267,8 +283,9 @@ def _check_unread(env: EnvConfig, entry: Environment, rollout_backend: Backend) 
     fields |= set() if entry.agent else {"template"}
     fields |= set() if rollout_backend == "compiled" or entry.agent else {"strict"}
     fields |= set() if rollout_backend == "compiled" else {"state_key"}
+    fields |= set() if on_device or entry.agent else {"budgets"}
     for name, info in EnvConfig.model_fields.items():
-        value, default = (",".join(v) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
+        value, default = (",".join(map(str, v)) if isinstance(v, tuple) else v for v in (getattr(env, name), info.default))
         if name not in fields and value != default:
             face = ", compiled," if on_device and name in ("strict", "state_key", "workers", "time_limit") else ""
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")

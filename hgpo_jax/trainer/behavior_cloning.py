@@ -126,6 +126,7 @@ def read_play(runner: TextRunner, tasks: Sequence[int], config: Config) -> tuple
         history_length=config.rollout.history_length,
         seed=config.start_seed,
         time_limit=config.env.time_limit,
+        budgets=config.env.budgets,
     )
     try:
         with Progress("warm start: play", len(tasks), "episode") as progress:

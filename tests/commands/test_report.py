@@ -186,6 +186,15 @@ def test_runs_are_named_by_what_tells_them_apart(tmp_path):
     assert runs("a/s0", "a/s0") == ["s0", "s0"]
 
 
+def test_changed_settings_are_told_as_they_are_given():
+    given = [
+        "method=gdpo", "env.name=household_team_text", "env.tasks=place,clean", "env.budgets=5,10", "learner.lr=0.001",
+        "advantage.signal_weights=1.0,-0.5", "roles.carrier.reward=reward,cost", "rollout.stop=<end>",
+    ]  # fmt: skip
+    changed = report.changed_fields(load(None, given))
+    assert sorted(["method=gdpo", *changed]) == sorted(given)  # a row names its method by itself
+
+
 def test_the_command_writes_beside_the_run(tmp_path, monkeypatch, capsys):
     folder = text_run(tmp_path / "run", ["a", "b", "c"], method="gigpo")
     monkeypatch.setattr("sys.argv", ["report", str(folder)])

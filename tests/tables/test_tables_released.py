@@ -45,6 +45,7 @@ RELEASED = {
     "rollout.thinking": None,  # Qwen2.5's template has no switch
     "reward.source": "",  # the environment's alone
     "reward.overlong_cache": 0,  # D reward_model.overlong_buffer.enable: false
+    "env.budgets": (),  # prompts tell none
     "env.state_key": "", "advantage.similarity": None,  # D algorithm.gigpo.enable_similarity: false
     "learner.unfinished": "train",  # responses that were cut are in the loss
     "advantage.gamma": 0.95,  # H algorithm.gamma

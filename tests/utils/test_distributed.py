@@ -89,10 +89,17 @@ TEXTS = (
 
 
 @pytest.mark.slow
-def test_two_processes_learn_from_the_texts_of_the_first(tmp_path):
+@pytest.mark.parametrize(
+    "both, two",
+    [
+        ((), ("env.workers=2", "rollout.ready_fraction=0.5")),
+        (("rollout.keep=2", "rollout.overlap=1", "env.budgets=1,3"), ("env.workers=2",)),
+    ],
+)
+def test_two_processes_learn_from_the_texts_of_the_first(tmp_path, both, two):
     byte_tokenizer().save_pretrained(tmp_path / "tokenizer")
-    fields = (*TEXTS, f"policy.tokenizer={tmp_path / 'tokenizer'}")
-    together(tmp_path, *fields, "env.workers=2", "rollout.ready_fraction=0.5", "run_dir=two", "cache_dir=cache")
+    fields = (*TEXTS, f"policy.tokenizer={tmp_path / 'tokenizer'}", *both)
+    together(tmp_path, *fields, *two, "run_dir=two", "cache_dir=cache")
     command("-m", "hgpo_jax.train", *fields, "run_dir=one", "cache_dir=cache", cwd=tmp_path)
     assert len(metrics(tmp_path / "two")) == 2
     for row, expected in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
