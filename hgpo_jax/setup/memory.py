@@ -83,7 +83,7 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     """Returns the bytes on each device: {"always": {...}, "loading": ..., "sampling": ..., "update": ...}, each by purpose.
 
     `always` lives through the whole iteration; the others come one after the other, but for `rollout.overlap`. `loading` is
-    what adapters need before the first iteration and after the last; for weights that are trained themselves the update needs more.
+    what adapters need before the first iteration and after the last; where all weights are trained the update needs more.
     """
     sizes = _Sizes.of(config, mesh, workload.model)
     always = {"parameters": sizes.trained * PARAM_BYTES}
