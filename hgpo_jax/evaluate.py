@@ -14,8 +14,10 @@ tasks of its own (repeating them where an environment has fewer) and samples at 
 kept, too.
 RUN/evaluation.json stays that of the run's own settings: all others go into evaluations/ in the first folder, or with --to
 elsewhere, as SPLIT-tTEMPERATURE-nEPISODES.json, with -samplesN before the dot, or with -sSEEDS and the transcripts beside it
-(.jsonl). A file that was made with other settings, or of a policy of another name, is never replaced. With adapters a run
-plays them beside its weights, here they are merged; policy.compute_dtype=bfloat16 rounds what is merged.
+(.jsonl). Until it is written, a folder .passes beside it keeps what each seed, sample or mode has played, and the same command
+goes on after these (not in several processes). A file that was made with other settings, or of a policy of another name, is
+never replaced. With adapters a run plays them beside its weights, here they are merged; policy.compute_dtype=bfloat16 rounds
+what is merged.
 
 A panel (hgpo_jax/evaluation/panels.py) decides the tasks: each is played once greedily and once sampled, or once under each
 of --seeds. evaluations/panel-NAME-tTEMPERATURE-nTASKS-sSEEDS.json holds the digests of panel and policy and every task's
@@ -43,6 +45,7 @@ from hgpo_jax.evaluation import panels
 from hgpo_jax.evaluation.files import OWN, data_of, file_name, refuse_another, settings_of, write
 from hgpo_jax.evaluation.held_out import describe_evaluation, describe_seeds, evaluate_seeds, play_both
 from hgpo_jax.evaluation.pass_at_k import describe_samples, evaluate_samples
+from hgpo_jax.evaluation.passes import NONE_KEPT, Passes
 from hgpo_jax.evaluation.served import PREFIX, ServedPolicy
 from hgpo_jax.policy import huggingface_folder
 from hgpo_jax.policy.source import find
@@ -90,36 +93,40 @@ def _served_configuration(args) -> tuple[str | None, list[str]]:
 
 def _prepare(
     args, config: Config, mesh: Mesh | None, tasks: list[str], seeds: list[int]
-) -> Callable[[], tuple[dict, list[dict], str]]:
-    """Prepares the evaluation; running it returns the result, all episodes if they are kept, and the text to print."""
+) -> tuple[Callable[[Passes], tuple[dict, list[dict], str]], list[str]]:
+    """Prepares the evaluation: a function of its passes, and the digests of the policies that play.
+
+    The function returns the result, all episodes if they are kept, and the text to print.
+    """
     if args.run.startswith(PREFIX):
         served = ServedPolicy(args.run, config)
         play: panels.Play = served.play
         types: Sequence[str] = served.task_types
-        digest = None
+        digests = []
     else:
         job = build(config, mesh)
+        sources = (policy.settings.policy.source for policy in job.policies.values())
+        digests = [huggingface_folder.digest(find(source, config.cache_dir)) for source in sources if source]
         if not args.panel:
-            return functools.partial(_evaluate, job, seeds, args.samples)
+            return functools.partial(_evaluate, job, seeds, args.samples), digests
         play, types = panels.player(job, job.given_params), job.runner.task_types
-        digest = huggingface_folder.digest(find(config.policy.source, config.cache_dir))
 
-    def evaluate_panel() -> tuple[dict, list[dict], str]:
-        result, episodes = panels.evaluate_panel(play, types, config.evaluation, args.panel, tasks, seeds)
-        return {"policy_sha256": digest} | result, episodes, panels.describe(result)
+    def evaluate_panel(passes: Passes) -> tuple[dict, list[dict], str]:
+        result, episodes = panels.evaluate_panel(play, types, config.evaluation, args.panel, tasks, seeds, passes)
+        return {"policy_sha256": digests[0] if digests else None} | result, episodes, panels.describe(result)
 
-    return evaluate_panel
+    return evaluate_panel, [*digests, panels.digest(args.panel, tasks)]
 
 
-def _evaluate(job: Job, seeds: list[int], samples: int | None) -> tuple[dict, list[dict], str]:
+def _evaluate(job: Job, seeds: list[int], samples: int | None, passes: Passes) -> tuple[dict, list[dict], str]:
     params = job.base_rollout_params(job.given_params)
     if samples:
-        result = evaluate_samples(job, params, samples)
+        result = evaluate_samples(job, params, samples, passes)
         return result, [], describe_samples(result)
     if seeds:
-        result, episodes = evaluate_seeds(job, params, seeds)
+        result, episodes = evaluate_seeds(job, params, seeds, passes)
         return result, episodes, describe_seeds(result)
-    result, _ = play_both(job, params)
+    result, _ = play_both(job, params, passes)
     return result, [], describe_evaluation(result)
 
 
@@ -218,17 +225,20 @@ def main() -> None:
     file = target / (OWN if in_run else file_name(split, *about_plays))
     if not in_run:
         refuse_another(file, settings, source.name if args.to else None, data_of(config))
-    evaluation = _prepare(args, config, mesh, tasks, seeds)
+    evaluation, digests = _prepare(args, config, mesh, tasks, seeds)
+    about = {"policy": source.name, "env": config.env.name, "split": split, "data": data_of(config), "settings": settings}
+    about["hgpo_jax"] = version("hgpo_jax")
     if jax.process_index() == 0:  # before hours of evaluation, not after
         target.mkdir(parents=True, exist_ok=True)
         if not os.access(target, os.W_OK):
             raise ConfigError(
                 f"{target}: cannot be written; {'see its owner' if in_run else 'choose another folder with --to'}"
             )
-    result, episodes, text = evaluation()
+    passes = Passes(file.with_suffix(".passes"), about | {"digests": digests}) if jax.process_count() == 1 else NONE_KEPT
+    result, episodes, text = evaluation(passes)
     if jax.process_index() == 0:
-        about = {"policy": source.name, "env": config.env.name, "split": split, "data": data_of(config), "settings": settings}
-        write(file, result if in_run else about | {"hgpo_jax": version("hgpo_jax")} | result, episodes)
+        write(file, result if in_run else about | result, episodes)
+        passes.end()
         if in_run:
             plot_curves(source.folder)  # the curves include the evaluation
         say(text)  # not print: the Heartbeat would add a line after it

@@ -65,7 +65,7 @@ def main() -> None:
     if args.record:
         fields = [f"env.max_turns={args.max_turns}", f"policy={place or args.policy}"]
         config = configuration.load(None, ["name=recording", "env.name=agent", *fields, "warm_start=none"])
-        recording = Recording(Path(args.record), config, policy.tokenizer, policy.end_tokens)
+        recording = Recording(Path(args.record), config, policy.tokenizer)
         sessions = OpenSessions(args.max_turns, SESSIONS, recording.add)
     try:
         api = Api(engine, policy.tokenizer, name, key=key, time_limit=args.time_limit, sessions=sessions, grammars=grammars)

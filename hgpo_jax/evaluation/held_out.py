@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -13,6 +14,7 @@ import numpy as np
 
 from hgpo_jax.config import EvaluationConfig
 from hgpo_jax.evaluation.files import OWN, write
+from hgpo_jax.evaluation.passes import NONE_KEPT, Passes
 from hgpo_jax.evaluation.statistics import over_seeds, wilson
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.tasks import stream_key
@@ -135,13 +137,13 @@ def evaluate(job: Job, params, folder: Path) -> tuple[dict, list[str]]:
 
 
 @phase("evaluation")
-def play_both(job: Job, params) -> tuple[dict, list[str]]:
+def play_both(job: Job, params, passes: Passes = NONE_KEPT) -> tuple[dict, list[str]]:
     """Runs the sampled and the greedy evaluation of rollout parameters: (the result, some sampled transcripts)."""
     settings, modes = job.config.evaluation, {}
     first_transcripts: list[str] = []
     sampled = sampled_decoding(settings)
     for mode, decoding in (("sampled", sampled), ("greedy", sampled.replace(temperature=0.0))):
-        episodes, scores, transcripts = play_held_out(job, params, decoding)
+        episodes, scores, transcripts = passes(mode, functools.partial(play_held_out, job, params, decoding))
         modes[mode] = summarize(episodes, job.runner.task_types, scores)
         first_transcripts = first_transcripts or transcripts
     result = {
@@ -225,11 +227,12 @@ def pooled(plays: list[Episodes], task_types: Sequence[str]) -> dict[str, dict]:
 
 
 @phase("evaluation")
-def evaluate_seeds(job: Job, params, seeds: list[int]) -> tuple[dict, list[dict]]:
+def evaluate_seeds(job: Job, params, seeds: list[int], passes: Passes = NONE_KEPT) -> tuple[dict, list[dict]]:
     """Evaluates rollout parameters with several seeds: (the result, every episode with its transcript)."""
     settings, by_seed, sizes, plays, episodes = job.config.evaluation, {}, {}, [], []
     for seed in seeds:
-        e, scores, transcripts = play_held_out(job, params, sampled_decoding(settings), seed)
+        play = functools.partial(play_held_out, job, params, sampled_decoding(settings), seed)
+        e, scores, transcripts = passes(f"seed-{seed}", play)
         plays.append(e)
         by_seed[seed] = measures(e, job.runner.task_types, scores)
         sizes[seed] = share_sizes(e, job.runner.task_types, scores)

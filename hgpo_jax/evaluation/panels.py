@@ -26,6 +26,7 @@ from hgpo_jax.config import REMOVED, Config, EvaluationConfig
 from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.protocol import CompiledEnv
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
+from hgpo_jax.evaluation.passes import NONE_KEPT, Passes
 from hgpo_jax.evaluation.statistics import mcnemar, paired_difference, wilson
 from hgpo_jax.rollout import environments
 from hgpo_jax.rollout.alfworld_games import alfworld_data
@@ -167,7 +168,13 @@ def player(job: Job, params) -> Play:
 
 @phase("evaluation")
 def evaluate_panel(
-    play: Play, types: Sequence[str], settings: EvaluationConfig, name: str, tasks: list[str], seeds: list[int]
+    play: Play,
+    types: Sequence[str],
+    settings: EvaluationConfig,
+    name: str,
+    tasks: list[str],
+    seeds: list[int],
+    passes: Passes = NONE_KEPT,
 ) -> tuple[dict, list[dict]]:
     """Plays every task once greedily, and once sampled for each seed: (the result, every episode with its transcript).
 
@@ -184,7 +191,7 @@ def evaluate_panel(
     shares: dict[str, list[dict]] = {"greedy": [], "sampled": []}
     for mode, seed in [("greedy", 0), *(("sampled", seed) for seed in seeds)]:
         decoding = sampled.replace(temperature=0.0) if mode == "greedy" else sampled
-        episodes, scores, transcripts = play(decoding, seed)
+        episodes, scores, transcripts = passes(f"{mode}-{seed}", functools.partial(play, decoding, seed))
         shares[mode].append(summarize(episodes, types, scores))
         for i, transcript in enumerate(transcripts):
             played = bool(episodes.mask[i, 0])

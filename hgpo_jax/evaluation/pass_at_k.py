@@ -5,11 +5,13 @@ python -m hgpo_jax.evaluate RUN --samples 16
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
 
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding
+from hgpo_jax.evaluation.passes import NONE_KEPT, Passes
 from hgpo_jax.evaluation.statistics import korn_graubard
 from hgpo_jax.setup.job import Job
 from hgpo_jax.utils.errors import RunError
@@ -45,10 +47,11 @@ def estimates(successes: np.ndarray, plays: np.ndarray, ks: Sequence[int]) -> di
 
 
 @phase("evaluation")
-def evaluate_samples(job: Job, params, samples: int) -> dict:
+def evaluate_samples(job: Job, params, samples: int, passes: Passes = NONE_KEPT) -> dict:
     """Plays each held-out task of the sampled evaluation several times, the first time as there. Raises RunError."""
     settings, types = job.config.evaluation, job.runner.task_types
-    each = [play_held_out(job, params, sampled_decoding(settings), sample=sample)[0] for sample in range(samples)]
+    play = functools.partial(play_held_out, job, params, sampled_decoding(settings))
+    each = [passes(f"sample-{sample}", functools.partial(play, sample=sample))[0] for sample in range(samples)]
     judged, success = np.array([e.judged for e in each]), np.array([e.success for e in each])
     plays, successes = judged.sum(0), (success & judged).sum(0)
     kind = np.max([np.where(e.judged, e.task, -1) for e in each], axis=0)  # the same in every play

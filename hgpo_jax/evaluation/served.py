@@ -43,7 +43,9 @@ log = logging.getLogger(__name__)
 
 PREFIX = "openai:"
 AT_ONCE = 32  # requests at a time
-TIMEOUT, RETRIES = 300.0, 4  # seconds for one request, and the number of retries if it did not arrive or the server is busy
+# Seconds for one request, and retries if it did not arrive or the server is busy: over about a minute, in which it may restart.
+TIMEOUT, RETRIES = 300.0, 10
+REFUSED = (400, 413, 422)  # what servers answer to a message that is too long for them
 
 
 class _Answer(NamedTuple):
@@ -102,7 +104,7 @@ class ServedPolicy:
         self._spec, self._config, self._entry, self._policy, self._model = spec, config, entry, policy, model
         key = os.environ.get("OPENAI_API_KEY") or "none"  # most servers need none, but the client does
         self._client = openai.OpenAI(base_url=url, api_key=key, timeout=TIMEOUT, max_retries=RETRIES)
-        self._failures, self._refusal = (openai.OpenAIError, ValueError, AttributeError), openai.BadRequestError
+        self._failures = openai.OpenAIError, ValueError, AttributeError
         try:  # the address, the key and the model's name, before hundreds of requests
             self._ask(self._client.with_options(max_retries=1), "Hello", Decoding(), 0, limit=1)
         except self._failures as error:
@@ -145,7 +147,9 @@ class ServedPolicy:
                     episode = requests.pop(future)
                     try:
                         text, whole = future.result()
-                    except self._refusal as error:
+                    except self._failures as error:
+                        if getattr(error, "status_code", None) not in REFUSED:
+                            raise RunError(self._describe_error(error)) from None
                         refused[episode] = self._describe_error(error)
                         if buffer.turn(episode):
                             log.warning("episode %d ends unsolved: %s", episode, refused[episode])
@@ -153,8 +157,6 @@ class ServedPolicy:
                             progress.update(1, {"won": f"{won / ended:.2f}"})
                             continue
                         unplayed.append((episode, EnvFailure(refused[episode])))
-                    except self._failures as error:
-                        raise RunError(self._describe_error(error)) from None
                     else:
                         parsed = self._template.parse(text, self._entry.fallback, lower_case=self._entry.lower_case)
                         nothing = SlotResponse(episode, np.zeros(0, np.int32), np.zeros(0, np.float32))

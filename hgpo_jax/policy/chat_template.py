@@ -26,6 +26,8 @@ from hgpo_jax.utils.errors import one_line
 DATE = datetime.date(2024, 7, 26)  # the date that Llama 3.1's chat template uses by default
 _NOT_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")  # controls and lone surrogates
 _TELLS_TIME = re.compile(r"strftime_now\s*\(\s*(['\"])([^'\"]*)\1\s*\)")
+# Around a message's placeholder; what the template makes of them it makes of the message (`_as_shown`).
+_BLANK, _QUOTE = "\u2003", '"'
 _MARK = "5f1c-the-message-7d2e"  # a message that no template contains
 
 
@@ -219,29 +221,33 @@ class ChatFrame:
             if message.get("tool_calls") and not content:
                 marked.append(message)
                 continue
-            placeholder = f"{mark}{number}-"
+            placeholder = f"{_BLANK}{_QUOTE}{mark}{number}-{_QUOTE}{_BLANK}"
             if message["role"] == "assistant" and number not in sampled and THINK_END in content:
                 begin, thoughts[number], end, content = _parts_of(content)
                 placeholder = f"{begin}{mark}thought-{number}-{end}{placeholder}"
             contents[number] = content
             marked.append(message | {"content": placeholder})
-        pieces = re.split(rf"{mark}(thought-)?(\d+)-", self._render(marked, tools))
-        if missing := sorted(contents.keys() - {int(at) for of, at in zip(pieces[1::3], pieces[2::3], strict=True) if not of}):
+        of_content = rf"(?P<lead>{_BLANK})?(?P<escape>\\)?{_QUOTE}{mark}(?P<content>\d+)-\\?{_QUOTE}(?P<trail>{_BLANK})?"
+        shown = self._render(marked, tools)
+        found = list(re.finditer(rf"{of_content}|{mark}thought-(?P<thought>\d+)-", shown))
+        if missing := sorted(contents.keys() - {int(match["content"]) for match in found if match["content"]}):
             raise ValueError(f"tokenizer: its chat template does not show message {missing[0] + 1} of {len(messages)}")
         # Between two tokens of the frame, its text and the messages are one text: a word may begin in one and end in the other,
         # as with a full stop before a line's end.
-        runs, tokens = [""], list[list[int]]()
-        for at, piece in enumerate(pieces):
-            if at % 3 == 0:
-                first, *rest = self.text.split(piece)
-                runs[-1] += first
-                tokens += map(self.text.tags, rest[::2])
-                runs += rest[1::2]
-            elif at % 3 == 2 and int(piece) in sampled:
-                tokens.append(sampled[int(piece)])
+        runs, tokens, upto = [""], list[list[int]](), 0
+        for match in [*found, None]:
+            first, *rest = self.text.split(shown[upto : match.start() if match else None])
+            runs[-1] += first
+            tokens += map(self.text.tags, rest[::2])
+            runs += rest[1::2]
+            if match and match["thought"]:
+                runs[-1] += thoughts[int(match["thought"])]
+            elif match and int(match["content"]) in sampled:
+                tokens.append(sampled[int(match["content"])])
                 runs.append("")
-            elif at % 3 == 2:
-                runs[-1] += (thoughts if pieces[at - 1] else contents)[int(piece)]
+            elif match:
+                runs[-1] += _as_shown(contents[int(match["content"])], match)
+            upto = match.end() if match else upto
         ids: list[int] = []
         for run, token in zip(self.text.encode(runs), [*tokens, []], strict=True):
             ids += [*run, *token]
@@ -330,6 +336,16 @@ class ChatFrame:
             if at % 2:
                 return parts[at]
         return ""
+
+
+def _as_shown(content: str, placeholder: re.Match) -> str:
+    """Returns what a template shows of a content: Llama 3's trims it, and writes a tool's result as JSON.
+
+    placeholder: what it has made of `_BLANK` and `_QUOTE`.
+    """
+    content = content if placeholder["lead"] else content.lstrip()
+    content = content if placeholder["trail"] else content.rstrip()
+    return json.dumps(content, ensure_ascii=False)[1:-1] if placeholder["escape"] else content
 
 
 def _parts_of(content: str) -> tuple[str, str, str, str]:

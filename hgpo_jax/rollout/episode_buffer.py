@@ -158,8 +158,8 @@ class EpisodeBuffer:
     ) -> tuple[str, ...]:
         """Adds a response to its episode's prompt; returns all the episode's actions including the new one (`matched`).
 
-        ended: whether the response ended with an end token. allowed: u32[n, W], what each of its tokens could be, if that was
-        constrained. picture: u8[H, W, 3], what the prompt shows, if it shows one.
+        ended: whether the response ended by itself, not at its limit. allowed: u32[n, W], what each of its tokens could be, if
+        that was constrained. picture: u8[H, W, 3], what the prompt shows, if it shows one.
         """
         episode, e, length = response.episode, self.episodes, len(response.tokens)
         turn = self.turn(episode)
@@ -175,6 +175,8 @@ class EpisodeBuffer:
         e.mask[episode, turn] = True
         e.agents[episode, turn] = self._latest[episode].role
         e.invalid[episode, turn] = not parsed.well_formed
+        if e.finished is not None:
+            e.finished[episode, turn] = ended
         self._counts[episode].update(
             malformed=not parsed.well_formed,
             unfinished=not ended,

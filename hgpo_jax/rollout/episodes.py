@@ -39,7 +39,7 @@ KINDS = {
     "final_prompt_lengths": ("i", "B"),
 }
 # None in episodes without them.
-OPTIONAL_KINDS = {"signals": ("f", "BTS"), "allowed": ("u", "BTRW"), "pictures": ("u", "BTXYC")}
+OPTIONAL_KINDS = {"signals": ("f", "BTS"), "allowed": ("u", "BTRW"), "pictures": ("u", "BTXYC"), "finished": ("b", "BT")}
 
 
 class Episodes(struct.PyTreeNode):
@@ -71,6 +71,7 @@ class Episodes(struct.PyTreeNode):
     final_prompt_lengths: jax.Array  # i32[B], 0 if there is none
     allowed: jax.Array | None = None  # u32[B, T, R, W], what each token could be (`sampling/constraint.py`); None: anything
     pictures: jax.Array | None = None  # u8[B, T, X, Y, C], what the prompts show of the observations; None without any
+    finished: jax.Array | None = None  # bool[B, T], responses that ended by themselves; None: those that have an end token
     signals: jax.Array | None = None  # f32[B, T, S], the signals beside the reward (`rollout/signals.py`); None without any
 
     @classmethod
@@ -83,10 +84,12 @@ class Episodes(struct.PyTreeNode):
         signals: int = 0,
         words: int = 0,
         picture: tuple[int, int] | None = None,
+        finished: bool = False,
     ) -> Episodes:
         """Makes episodes of NumPy arrays in which nothing happened, with observations of one slot.
 
         signals, words: S and W, 0 for episodes without `signals` or `allowed`. picture: X and Y; None without `pictures`.
+        finished: whether there is an array of this name.
         """
         size = {"B": batch, "T": max_turns, "P": prompt_slots, "R": response_slots, "O": 1, "S": signals, "W": words}
         size |= dict(zip("XYC", (*picture, 3), strict=True)) if picture else {}
@@ -94,7 +97,7 @@ class Episodes(struct.PyTreeNode):
         arrays: dict[str, Any] = {
             name: np.zeros([size[dimension] for dimension in shape], np.uint8 if name == "pictures" else dtype[kind])
             for name, (kind, shape) in (KINDS | OPTIONAL_KINDS).items()
-            if name in KINDS or size.get(shape[-1])
+            if name in KINDS or (finished if name == "finished" else size.get(shape[-1]))
         }
         return cls(**arrays)
 

@@ -101,7 +101,9 @@ def sample_token(logits, keys, decoding: Decoding):
     """
     temperature, top_k, top_p = (jnp.asarray(a)[..., None] for a in (decoding.temperature, decoding.top_k, decoding.top_p))
     scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
-    restricted = ((temperature > 0) & ((top_k > 0) | (top_p < 1))).any()
+    # The most likely token is never left out; its probability is among all.
+    top_k, top_p = jnp.where(temperature > 0, top_k, 0), jnp.where(temperature > 0, top_p, 1.0)
+    restricted = ((top_k > 0) | (top_p < 1)).any()
     # Finding these tokens costs more than everything else here, so it happens only on demand.
     scaled = jax.lax.cond(restricted, lambda x: top_k_top_p(x, top_k, top_p), lambda x: x, scaled)
     noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[-1:], logits.dtype))(keys)

@@ -136,7 +136,7 @@ class AgentRunner:
             slots=self._slots,
             prompt_limit=self._prompt_limit,
             response_limit=self._programs.max_new,
-            waiting_limit=self._batch,
+            waiting_limit=self._batch * self._turns,  # all that may be asked for: none of the trainer's own agents is refused
             store=self._store,
             programs=self._programs,
         )
@@ -167,7 +167,7 @@ class AgentRunner:
         kinds = [failure.kind for failure in failures.values()]
         counts |= {f"failed/{kind}": kinds.count(kind) / len(sessions) for kind in KINDS}
         goals = [f"task {task} of {split}" for task in tasks]
-        return episodes_of(sessions, goals, groups, empty, self._programs.end_tokens, left_out, counts)
+        return episodes_of(sessions, goals, groups, empty, left_out, counts)
 
     def _left_out(self, sessions: Sequence, failures: dict[int, Failure]) -> dict[int, str]:
         """Returns the reason of each failed episode that is left out, and marks the others as lost. Raises RunError."""
@@ -186,7 +186,7 @@ class AgentRunner:
         return left_out
 
     def _no_episodes(self) -> Episodes:
-        return Episodes.zeros(self._batch, self._turns, self._prompt_limit, self._programs.max_new)
+        return Episodes.zeros(self._batch, self._turns, self._prompt_limit, self._programs.max_new, finished=True)
 
     def select_tasks(self, stream: str, seed: int | None, indices) -> list[int]:
         return task_numbers(stream, seed, np.asarray(indices), self.num_held_out_tasks if stream == "held_out" else None)

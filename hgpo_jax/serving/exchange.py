@@ -198,7 +198,7 @@ class Exchange:
                 self._engine.cancel([self._generations[index]])
             if piece.finish_reason and self._session and self.turn:
                 self.turn.tokens, self.turn.logp = response.whole.tokens, response.whole.logp
-                self.turn.text = response.text
+                self.turn.text, self.turn.finished = response.text, piece.finish_reason == "stop"
                 self._session.add(self.turn)
                 self._session.sampling -= 1
                 self._session = None

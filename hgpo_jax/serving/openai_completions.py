@@ -149,10 +149,21 @@ class ChatBody(CompletionBody):
         return request
 
 
-class TextBody(CompletionBody):
-    """The body of a text completion; a prompt is a text or token ids."""
+def _one_prompt(value: Any) -> Any:
+    """Takes one prompt out of a list of one, as some clients send it. Raises ValueError for a list of several."""
+    if isinstance(value, list) and value and all(isinstance(each, str | list) for each in value):
+        if len(value) > 1:
+            raise ValueError(f"{len(value)} prompts were sent; send one a request")
+        return value[0]
+    return value
 
-    prompt: str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+class TextBody(CompletionBody):
+    """The body of a text completion; a prompt is a text or token ids, or one of them in a list."""
+
+    prompt: Annotated[
+        str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)], pydantic.BeforeValidator(_one_prompt)
+    ]
     logprobs: int | None = Field(None, ge=0, le=1)  # only for sampled tokens, for either value
 
     def request(self) -> SamplingRequest:
@@ -186,7 +197,9 @@ class ChatCompletions(Dialect):
 
     async def events(self, exchange: Exchange) -> AsyncIterator[str]:
         same = self._same | {"object": self.streamed_name}
-        yield event(same | {"choices": self._opening()} | self._ids("prompt_token_ids", exchange.prompt))
+        opening, ids = self._opening(), self._ids("prompt_token_ids", exchange.prompt)
+        if opening or ids:  # clients read the first choice of what they get
+            yield event(same | {"choices": opening} | ids)
         try:
             async for piece in exchange.pieces():
                 yield event(same | {"choices": [self._choice(piece, exchange, "delta")]})

@@ -33,7 +33,7 @@ class Recording:
     Raises ConfigError for a folder in which another policy was recorded, or another server records.
     """
 
-    def __init__(self, folder: Path, config: Config, tokenizer, end_tokens: tuple[int, ...]):
+    def __init__(self, folder: Path, config: Config, tokenizer):
         try:
             (folder / "episodes").mkdir(parents=True, exist_ok=True)
             before, fields = folder / "config.yaml", configuration.dump(config)
@@ -50,7 +50,7 @@ class Recording:
             raise ConfigError(f"--record {folder}: another server records in it; give another folder") from None
         except OSError as error:
             raise ConfigError(f"--record {folder}: {error.strerror or error}") from None
-        self._folder, self._end = folder, end_tokens
+        self._folder = folder
         self._sessions: list[Session] = []
         self._number = 1 + max(dumped(folder), default=-1)  # number of the next dump
         self._writer = ThreadPoolExecutor(1, "recording")
@@ -97,7 +97,7 @@ class Recording:
         names, groups = [session.name for session in sessions], np.array(list(map(self._group, sessions)), np.int32)
         with atomic_write(self._folder / GROUPS) as groups_file:  # before their numbers are used
             json.dump(self._groups, groups_file)
-        episodes, report = episodes_of(sessions, names, groups, empty, self._end, {}, {})
+        episodes, report = episodes_of(sessions, names, groups, empty, {}, {})
         assert report is not None
         report.save(file.with_suffix(".json"))
         episodes.save(file)

@@ -230,6 +230,6 @@ def parse(model: type[AnyBody], body: bytes | bytearray | dict[str, Any]) -> Any
         # A location also names members of unions and validators, such as list[int].
         where = one_line(".".join(str(part) for part in first["loc"] if isinstance(part, int) or part.isidentifier()))[:100]
         what = {"extra_forbidden": "this server has no such field; leave it out"}.get(
-            first["type"], one_line(first["msg"])[:200]
+            first["type"], one_line(first["msg"].removeprefix("Value error, "))[:200]
         )
         raise ApiError(400, f"{where}: {what}" if where else what, param=where or None) from None

@@ -74,9 +74,12 @@ class Place(Body):
     state_key: str | None = pydantic.Field(None, max_length=MAX_STATE)
 
 
-def place_of(headers: Mapping[str, str], metadata: Mapping) -> Place:
-    """Returns the place of a request. Raises ApiError."""
-    names = Place.model_fields
+def place_of(headers: Mapping[str, str], metadata: Mapping, *, opens: bool) -> Place:
+    """Returns the place of a request. opens: whether it says its session and task, which its key tells otherwise.
+
+    Raises ApiError.
+    """
+    names = [name for name in Place.model_fields if opens or name not in ("session_id", "task_id")]
     return parse(Place, {name: headers.get(f"x-{name.replace('_', '-')}") or metadata.get(name) for name in names})
 
 
@@ -86,6 +89,7 @@ class Turn:
 
     ids: those of the prompt. state: identifies the agent's state. tokens, logp: as sampled, up to a stop string. admissible:
       whether the program could use the answer.
+    finished: whether the answer ended by itself or at a stop string, not at its limit.
     beginning: that of the answer, if it is part of the prompt. key: the request's Idempotency-Key. delivered: whether the whole
       answer has been sent to a client that was still connected.
     messages: those of the prompt; none if it is a text. parent: the number of the turn that it continues or branches off from;
@@ -97,6 +101,7 @@ class Turn:
     tokens: list[int] = dataclasses.field(default_factory=list)
     logp: list[float] = dataclasses.field(default_factory=list)
     text: str = ""
+    finished: bool = False
     beginning: str = ""
     key: str | None = None
     delivered: bool = False
@@ -164,7 +169,7 @@ class Session:
 
     @property
     def silent(self) -> float:
-        """Seconds since its last turn, or since it was started; 0 while it waits for an answer."""
+        """Seconds since its last request, or since it was started; 0 while it waits for an answer."""
         return 0.0 if self._in_line else time.monotonic() - self._heard
 
     def started(self) -> None:
@@ -190,6 +195,7 @@ class Session:
                 raise ApiError(400, f"session {self.name} has ended: its last reward has been posted")
             yield
         finally:
+            self._heard = time.monotonic()  # whatever has become of the request
             self._in_line.remove(request)
             request.gone.set()
 
@@ -251,7 +257,7 @@ class Session:
         self._last[turn.branch : turn.branch + 1] = [len(self.turns)]
         self.turns.append(turn)
         self._moved_on.discard(turn.name)
-        self.overflowed, self.refused, self._heard = False, "", time.monotonic()  # it went on in spite of a refusal
+        self.overflowed, self.refused = False, ""  # it went on in spite of a refusal
 
     def _branch_of(self, turn: Turn) -> int:
         """Returns the branch of a new turn: the one that it names, its parent's if that one has no later turn, or a new one."""
@@ -372,7 +378,6 @@ def episodes_of(
     goals: Sequence[str],
     groups,
     empty: Episodes,
-    end_tokens: tuple[int, ...],
     failures: Mapping[int, str],
     counts: dict[str, float],
 ) -> RolloutResult:
@@ -382,7 +387,6 @@ def episodes_of(
       goals: one for each session.
       groups: i32[B], prompt groups.
       empty: `Episodes.zeros` with room for them, written in place.
-      end_tokens: a response that does not end with one of them is unfinished.
       failures: the numbers of omitted sessions -> why.
       counts: further counts for the report.
     """
@@ -397,7 +401,7 @@ def episodes_of(
             response = SlotResponse(number, np.array(turn.tokens, np.int32), np.array(turn.logp, np.float32))
             text = turn.beginning + turn.text
             answer = ParsedResponse(text, text, True)
-            buffer.add_response(Prompt(turn.ids), response, answer, turn.tokens[-1] in end_tokens)
+            buffer.add_response(Prompt(turn.ids), response, answer, turn.finished)
             last = turn is session.turns[-1]
             buffer.add_output(
                 number,

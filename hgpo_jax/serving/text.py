@@ -37,7 +37,9 @@ class ServedText:
         """Returns the frame, with this switch if it has one; None without a chat template."""
         if thinking is None or self.frame is None or not self.frame.has_switch:
             return self.frame
-        return self._switched.setdefault(thinking, self.frame.switched(thinking))
+        if thinking not in self._switched:  # which takes a quarter of a second to make
+            self._switched[thinking] = self.frame.switched(thinking)
+        return self._switched[thinking]
 
     def parser(self, tools: Sequence[dict[str, Any]], beginning: str, thinking: bool | None) -> AnswerParser:
         """Returns the parser of answers to such a prompt; `beginning` as in `conversation`."""

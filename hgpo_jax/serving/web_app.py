@@ -187,8 +187,11 @@ class Api:
 
     async def _answer(self, request: Request, dialect: Dialect, scope, receive, send) -> None:
         """Answers a request; what it holds is released however that ends."""
-        sampling, place = dialect.request, place_of(request.headers, dialect.request.metadata)
-        session = self._sessions.of(_key_of(request), place) if self._sessions is not None else None
+        sampling, place, session = dialect.request, Place(), None
+        if self._sessions is not None:  # otherwise an application's own metadata may hold anything
+            opens = isinstance(self._sessions, OpenSessions)
+            place = place_of(request.headers, dialect.request.metadata, opens=opens)
+            session = self._sessions.of(_key_of(request), place)
         if session and sampling.n > 1:
             raise ApiError(400, f"n: {sampling.n} answers are no turn of a session; ask for one", param="n")
         name = place.branch_id or ""

@@ -179,7 +179,10 @@ def make_train_step(job: Job):
             batch = batch.replace(agents=_flat(episodes.agents))
         if converses(job.config):
             batch = batch.replace(chain=_flat(conversations.chains(episodes)))
-        happened, unfinished = _flat(episodes.mask), batch.unfinished(job.runner.end_tokens)
+        happened = _flat(episodes.mask)
+        unfinished = batch.unfinished(job.runner.end_tokens)
+        if episodes.finished is not None:
+            unfinished = happened & ~_flat(episodes.finished)
         order, count = _shuffle(key, happened, batch.chain)
 
         final_values = None

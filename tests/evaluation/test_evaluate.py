@@ -13,20 +13,25 @@ from hgpo_jax import config as configuration
 from hgpo_jax import evaluate
 from hgpo_jax.envs.household import Household
 from hgpo_jax.evaluation import files as evaluation_files
-from hgpo_jax.evaluation import held_out, panels
+from hgpo_jax.evaluation import held_out, panels, passes
+from hgpo_jax.evaluation import pass_at_k as samples
 from hgpo_jax.evaluation import statistics as intervals
 from hgpo_jax.rollout.tasks import task_keys
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.trainer import curves
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.pretended import FakeJob, Runner
 from tests.helpers.refusals import refused
 from tests.helpers.training import TINY, command, rows_of
 
 
+def fake_job():
+    return FakeJob(configuration.load(None, ["evaluation.episodes=10", "evaluation.temperature=0.4"]), Runner())
+
+
 @pytest.fixture
 def job():
-    return FakeJob(configuration.load(None, ["evaluation.episodes=10", "evaluation.temperature=0.4"]), Runner())
+    return fake_job()
 
 
 def test_numbers_are_those_of_a_plain_loop(job):
@@ -290,12 +295,59 @@ def test_only_an_evaluation_with_the_runs_settings_is_its_own(evaluated):
         evaluated("exported", "--config", "run/config.yaml", "--to", "there")
 
 
+@pytest.mark.parametrize(
+    "more, passes, kept",
+    [
+        (("--seeds", "1,2,3"), 3, ["about.json", "seed-1.npz", "seed-2.npz"]),
+        (("--samples", "3"), 3, ["about.json", "sample-0.npz", "sample-1.npz"]),
+        (("evaluation.episodes=8",), 2, ["about.json", "sampled.npz"]),
+    ],
+)
+def test_a_repeat_goes_on_after_the_passes_that_ended(more, passes, kept, evaluated, monkeypatch, tmp_path):
+    (written, *_) = sorted(evaluated("run", *more, "--to", "whole"))
+    whole, played = Path(written).read_bytes(), []
+
+    def play(*args, **options):
+        played.append(options or args[2:])
+        if len(played) == passes:
+            raise RunError("the last pass fails")
+        return held_out_play(*args, **options)
+
+    held_out_play = held_out.play_held_out
+    for module in (held_out, samples):
+        monkeypatch.setattr(module, "play_held_out", play)
+    with pytest.raises(RunError, match="the last pass fails"):
+        evaluated("run", *more, "--to", "again")
+    (folder,) = Path("again").iterdir()
+    assert sorted(file.name for file in folder.iterdir()) == kept
+    evaluated("run", *more, "--to", "again")  # plays the last one alone
+    assert len(played) == passes + 1
+    assert Path(written.replace("whole", "again")).read_bytes() == whole
+    assert not list(Path("again").glob("*.passes"))
+    for file in Path("again").iterdir():
+        assert Path("whole", file.name).read_bytes() == file.read_bytes()
+
+
+def test_passes_of_another_evaluation_are_removed(tmp_path):
+    e, scores, transcripts = held_out.play_held_out(fake_job(), None, Decoding())
+    first = passes.Passes(tmp_path / "x.passes", {"policy": "A"})
+    first("one", lambda: (e, scores, transcripts))
+    kept, again, told = passes.Passes(tmp_path / "x.passes", {"policy": "A"})("one", lambda: (e, None, ["other"]))
+    assert told == transcripts and (again == scores).all() and set(kept.arrays()) == set(passes.NEEDED)
+    assert held_out.summarize(kept, Runner.task_types, again) == held_out.summarize(e, Runner.task_types, scores)
+    for _ in range(2):
+        other = passes.Passes(tmp_path / "x.passes", {"policy": "B"})
+        assert other("one", lambda: (e, None, ["other"]))[1:] == (None, ["other"])
+
+
 def test_a_panel_is_played_under_one_seed_once_devices_are_open(evaluated, monkeypatch):
     """Once jax has counted its devices, neither more of them nor other processes can be had."""
     called, build = [], evaluate.build
     monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: called.append("devices"))
     monkeypatch.setattr(panels, "panel_tasks", lambda name, config: called.append("tasks") or ["a task"] * 512)
     monkeypatch.setattr(evaluate, "build", lambda config, mesh: called.append("policy") or build(config, mesh))
+    policy = types.SimpleNamespace(settings=configuration.load(None, ["policy=somewhere"]))
+    monkeypatch.setattr(FakeJob, "policies", {"": policy})
     monkeypatch.setattr(evaluate, "find", lambda source, cache: source)
     monkeypatch.setattr(evaluate.huggingface_folder, "digest", lambda source: "1234")
     name = "run/evaluations/panel-household-t1-n512-s0.json"

@@ -45,6 +45,7 @@ class FakeJob:
     runner: Runner
     batch: int = 4
     given_params = None
+    policies = {}  # noqa: RUF012
     on_rollout_mesh = staticmethod(contextlib.nullcontext)
 
     def base_rollout_params(self, params):

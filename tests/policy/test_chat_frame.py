@@ -21,7 +21,7 @@ from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving.text import ServedText
 from hgpo_jax.trainer.main import save_trained
-from tests.helpers.chat_tokenizers import FAMILIES, family_tokenizer
+from tests.helpers.chat_tokenizers import FAMILIES, LLAMA3, LLAMA3_CALLS, family_tokenizer
 
 VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])
 THOUGHT, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
@@ -81,6 +81,23 @@ def test_earlier_thoughts_are_shown_as_the_template_shows_them(family, hides):
             assert ("Secret" in shown) == (not hides and "Secret" in content)
     ids = frame.conversation([asks, {"role": "assistant", "content": f"<think>{tokenizer.eos_token}</think>Hi."}, asks])
     assert ids.count(tokenizer.eos_token_id) == frame.conversation(messages).count(tokenizer.eos_token_id)
+
+
+AS_JSON = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'tool' and m.content is iterable %}{{ m.content | tojson }}"
+    "{% elif m.role == 'user' %}{{ m.content.lstrip() }}{% else %}{{ m.content | trim }}{% endif %};{% endfor %}<assistant>"
+)
+
+
+@pytest.mark.parametrize("template", [LLAMA3, LLAMA3_CALLS, AS_JSON])
+@pytest.mark.parametrize("content", ['{"at": "a\nb", "\u00e9": 1}\n', "  Hi \\ there.\n\n", " ", "plain", '"', "\u2003x\u2003"])
+def test_contents_are_changed_as_the_template_changes_them(template, content):
+    """Llama 3's trims them, and writes a tool's result as JSON: its strings are iterable, too."""
+    tokenizer, date = family_tokenizer("llama3.2"), {"date_string": "26 Jul 2024"}
+    tokenizer.chat_template = template
+    messages = [{"role": role, "content": content} for role in ("system", "user", "assistant", "tool", "user")]
+    shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **date)
+    assert tokenizer.decode(ChatFrame(tokenizer).conversation(messages)) == shown
 
 
 def test_a_thought_that_a_template_cannot_switch_is_refused():

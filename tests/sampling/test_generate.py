@@ -47,6 +47,16 @@ def pearson(counts, temperature):
     return ((counts - expected) ** 2 / expected).sum()
 
 
+def test_the_most_likely_token_has_its_probability_whoever_is_beside_it():
+    """Also where other rows are drawn from a few tokens, and its own decoding names some."""
+    logits, keys = jnp.array([[2.0, 1.0, 0.5, 0.0]] * 2), jax.random.split(jax.random.key(0), 2)
+    for top_k, top_p in ((0, 1.0), (1, 1.0), (0, 0.5)):
+        decoding = Decoding(temperature=jnp.array([0.0, 1.0]), top_k=jnp.array([top_k] * 2), top_p=jnp.array([top_p] * 2))
+        tokens, logp = draw(logits, keys, decoding)
+        assert tokens[0] == 0
+        np.testing.assert_allclose(logp[0], log_softmax(np.array([2.0, 1.0, 0.5, 0.0]))[0], atol=1e-6)
+
+
 @pytest.mark.parametrize(("temperature", "other"), [(1.0, 1.1), (0.5, 0.55)])
 def test_frequencies_are_the_softmax_at_the_temperature(temperature, other):
     keys, logits = jax.random.split(jax.random.key(7), DRAWS), jnp.broadcast_to(LOGITS, (DRAWS, 8))

@@ -64,6 +64,30 @@ def test_a_stream_is_the_same_answer(client):
     assert pieces > 4
 
 
+def test_a_streamed_text_completion_is_read_by_its_first_choice(client):
+    asked = {"model": "tiny", "prompt": "Once", "seed": 3, "max_tokens": 9}
+    whole = client.completions.create(**asked).choices[0].text
+    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == whole
+
+
+@pytest.mark.parametrize("prompt", [["Once"], "ids"])
+def test_one_prompt_in_a_list_is_that_prompt(client, policy, prompt):
+    prompt = [policy.tokenizer("Once").input_ids] if prompt == "ids" else prompt
+    asked = {"model": "tiny", "seed": 3, "max_tokens": 9}
+    assert client.completions.create(**asked, prompt=prompt).choices[0].text == (
+        client.completions.create(**asked, prompt="Once").choices[0].text
+    )
+    with pytest.raises(openai.BadRequestError, match="prompt: 2 prompts were sent; send one a request"):
+        client.completions.create(**asked, prompt=prompt * 2)
+
+
+def test_an_applications_own_metadata_is_not_read_where_nothing_is_recorded(client):
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 2, "seed": 7}
+    plain = client.chat.completions.create(**asked)
+    more = client.chat.completions.create(**asked, metadata={"session_id": "user:1", "task_id": "x" * 20_000})
+    assert more.choices[0].message.content == plain.choices[0].message.content
+
+
 def test_text_completions_and_stop_strings(client, policy):
     asked = {"model": "tiny", "seed": 3, "max_tokens": 40}
     ids = policy.tokenizer("Once").input_ids
@@ -113,7 +137,7 @@ def test_models_and_health(client, port, engine):
         ({"stream_options": {"include_usage": "x"}}, 400, "stream_options.include_usage: "),
         ({"temperature": -1, "stream": False}, 400, "temperature: "),
         ({"top_p": 1e-50}, 400, "top_p: "),
-        ({"messages": [{"role": "user"}]}, 400, "messages.0: Value error, a message of the user needs content"),
+        ({"messages": [{"role": "user"}]}, 400, "messages.0: a message of the user needs content"),
         ({"messages": [{"role": "function", "content": "x", "name": "1"}]}, 400, "messages.0.role: "),
         ({"model": "gpt" * 999}, 404, "is not served here"),
         ({"model": "gpt"}, 404, "model: 'gpt' is not served here, 'tiny' is"),

@@ -281,7 +281,7 @@ def test_a_recording_shows_the_tree(policy, tmp_path):
     for parent in (None, 0, 0, None, 1):
         tree.add(a_turn(MAIN, "Look.", parent))
     line.add(a_turn(MAIN, "Look."))
-    with Recording(tmp_path, config, policy.tokenizer, policy.end_tokens) as recording:
+    with Recording(tmp_path, config, policy.tokenizer) as recording:
         for session in (tree, line):
             session.post(RewardRequest(reward=1))
             recording.add(session)

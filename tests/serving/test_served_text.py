@@ -4,7 +4,7 @@ import pytest
 
 from hgpo_jax.policy.tokenizer import ACT, END, PLAIN, word_tokenizer
 from hgpo_jax.serving.text import ServedText
-from tests.helpers.chat_tokenizers import byte_tokenizer
+from tests.helpers.chat_tokenizers import byte_tokenizer, family_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TEXTS = ServedText(TOKENIZER)
@@ -39,3 +39,10 @@ def test_an_embedded_policy_reads_the_last_message(words):
     assert texts.conversation([{"role": "system", "content": "no"}, {"role": "user", "content": said}]) == [1, 2, 3, act]
     assert texts.prompt(f"{said} {END}" if " " not in words[1] else said + END) == [1, 2, 3]
     assert texts.decode([1, 2, tokenizer.eos_token_id]) == tokenizer.decode([1, 2])
+
+
+def test_a_frame_with_another_switch_is_made_once():
+    """It takes a quarter of a second, and a request asks for it several times."""
+    texts = ServedText(family_tokenizer("qwen3"))
+    assert texts.has_switch and texts.frame_with(False) is texts.frame_with(False) is not texts.frame
+    assert texts.frame_with(True) is texts.frame_with(True) is not texts.frame_with(False)

@@ -1,6 +1,7 @@
 """Sessions: what is recorded of requests, and what a client may do with them."""
 
 import asyncio
+import contextlib
 import json
 
 import numpy as np
@@ -9,10 +10,11 @@ import pytest
 
 from hgpo_jax import analysis
 from hgpo_jax import config as configuration
+from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.recording import EVERY, Recording
 from hgpo_jax.serving.requests import ApiError
-from hgpo_jax.serving.sessions import SILENT, OpenSessions, Place, RewardRequest, Session, Turn
+from hgpo_jax.serving.sessions import SILENT, OpenSessions, Place, RewardRequest, Session, Turn, episodes_of
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.serving import RESPONSE, client_of, expected, post, raw, served
@@ -199,11 +201,44 @@ def recording_config(folder):
     return configuration.load(None, fields)
 
 
+@pytest.mark.parametrize("error", [None, ApiError(400, "too long"), asyncio.CancelledError()])
+def test_a_session_is_silent_from_the_end_of_its_last_request_on(error):
+    """Whatever became of that: its program may be about to ask again."""
+
+    async def asks() -> float:
+        session = Session("one", 2)
+        session._heard -= 1000
+        with contextlib.suppress(ApiError, asyncio.CancelledError):
+            async with session.in_line(9.0, ""):
+                assert session.silent == 0
+                if error:
+                    raise error
+        return session.silent
+
+    assert asyncio.run(asks()) < 500
+
+
+def test_an_answer_at_a_stop_string_is_finished(recorded, policy, ended):
+    """Only what its limit has cut is not."""
+    text = ask(recorded, session="b").choices[0].message.content
+    stop = next(part for part in (text[1:3], text[2:4]) if part.strip() == part and part)
+    ask(recorded, stop=[stop])
+    ask(recorded, text="More", max_tokens=1)
+    for session in ("a", "b"):
+        reward(recorded, session=session, reward=0, success=False)
+    (session,) = [each for each in ended if each.name == "a"]
+    assert [turn.finished for turn in session.turns] == [True, session.turns[1].tokens[-1] in policy.end_tokens]
+    empty = Episodes.zeros(1, TURNS, 99, 99, finished=True)
+    episodes, report = episodes_of([session], ["g"], np.zeros(1, np.int32), empty, {}, {})
+    assert episodes.finished[0, :2].tolist() == [turn.finished for turn in session.turns] and not episodes.finished[0, 2:].any()
+    assert report.counts["unfinished"] == 2 - episodes.finished.sum()
+
+
 def test_prompt_groups_are_those_of_the_recording(policy, tmp_path):
     kept, config = tmp_path / "kept", recording_config(tmp_path)
     for sessions in ([("x", 1), ("y", 1), (None, 1), (None, 2)], [("y", 3), (None, 2), ("z", 1), (None, 1), ("x", 9)]):
         # The second time in another process, as it were.
-        with Recording(kept, config, policy.tokenizer, policy.end_tokens) as recording:
+        with Recording(kept, config, policy.tokenizer) as recording:
             for number, (task, first) in enumerate(sessions):
                 recording.add(a_session(f"s{number}", first, task=task))
     first, second = (analysis.load(kept, number) for number in range(2))
@@ -216,7 +251,9 @@ def a_session(name, first, turns=2, task=None):
     session = Session(name, 5, task=task)
     for number, (ids, last) in enumerate([([first, 2, 3], END), ([first, 2], 6)][:turns]):
         logp = [-1.0, -2.0, -0.5]
-        session.add(Turn(ids, f"state {number}", [4, 5, last], logp, "text", reward=float(number), admissible=not number))
+        turn = Turn(ids, f"state {number}", [4, 5, last], logp, "text", reward=float(number), admissible=not number)
+        turn.finished = last == END
+        session.add(turn)
     if turns == 2:
         session.post(RewardRequest(reward=0, success=True))
     return session
@@ -225,7 +262,7 @@ def a_session(name, first, turns=2, task=None):
 def test_a_recording_is_read_like_a_run(policy, tmp_path):
     kept, config = tmp_path / "kept", recording_config(tmp_path)
     for _ in range(2):  # the second time it goes on, beside a report and what a killed process leaves
-        with Recording(kept, config, policy.tokenizer, policy.end_tokens) as recording:
+        with Recording(kept, config, policy.tokenizer) as recording:
             (kept / "report.html").touch()
             (kept / "config.yaml.partial").touch()
             for number in range(EVERY + 3):
@@ -244,8 +281,8 @@ def test_a_recording_is_read_like_a_run(policy, tmp_path):
     assert dump.observation(1, 1) == "state 1" and dump.goal(1) == "s1"
     assert np.isfinite(dump.estimate("hgpo").advantages).all()
     refused = pytest.raises(ConfigError, match="another server records in it")
-    with Recording(kept, config, policy.tokenizer, policy.end_tokens), refused:
-        Recording(kept, config, policy.tokenizer, policy.end_tokens)
+    with Recording(kept, config, policy.tokenizer), refused:
+        Recording(kept, config, policy.tokenizer)
     other = config.model_copy(update={"seed": 1})
     with pytest.raises(ConfigError, match="was recorded with another policy"):
-        Recording(kept, other, policy.tokenizer, policy.end_tokens)
+        Recording(kept, other, policy.tokenizer)

@@ -197,6 +197,17 @@ def test_the_tokens_of_answers_that_were_cut_can_be_left_out_and_their_steps_sti
         jax.tree.map(np.testing.assert_array_equal, state.critic, whole.critic)
 
 
+def test_where_episodes_say_what_was_finished_that_counts(episodes):
+    """An agent's answer may end at a stop string, without an end token."""
+    finished = np.random.default_rng(0).random(episodes.mask.shape) < 0.5
+    state, metrics, _ = learn(episodes.replace(finished=finished), "method=eb_gae", CUT)
+    cut, lengths = ~finished[episodes.mask], episodes.response_lengths[episodes.mask]
+    assert metrics["unfinished_share"] == pytest.approx(cut.mean())
+    A = np.asarray(CASES["eb_gae"][2](episodes).advantages)[episodes.mask]
+    tokens = (np.arange(R) < lengths[:, None]) & ~cut[:, None]
+    assert_first_gradient(state, episodes, A[:, None] * tokens / tokens.sum())
+
+
 @pytest.mark.slow
 def test_steps_that_a_filter_drops_leave_sums_and_counts(episodes):
     """Half of the prompt groups score the same."""
