@@ -110,6 +110,19 @@ def module_of(place: str) -> ModuleType:
         raise ValueError(f"its import fails: {_describe_error(error)}") from None
 
 
+_READ: dict[str, str] = {}  # file that was executed -> its SHA-256 then
+
+
+def is_stale(name: str) -> bool:
+    """Whether the file of a full name (`locate`) has changed since this process executed it."""
+    file = name.rpartition(":")[0]
+    return file in _READ and Path(file).is_file() and _digest(Path(file)) != _READ[file]
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 def _executed(file: Path) -> ModuleType:
     name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -119,6 +132,7 @@ def _executed(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(spec)
+    _READ[str(file)] = _digest(file)
     sys.modules[name] = module  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
@@ -219,5 +233,5 @@ def version(name: str) -> dict[str, str | None]:
     if number is None:
         for distribution in importlib.metadata.packages_distributions().get(module.__name__.partition(".")[0], []):
             number = importlib.metadata.version(distribution)
-    digest = hashlib.sha256(Path(file).read_bytes()).hexdigest() if file else None
+    digest = _digest(Path(file)) if file else None
     return {"file": file, "sha256": digest, "version": number and str(number)}

@@ -11,6 +11,7 @@ In a terminal, Enter shows the next turn.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from pathlib import Path
 
@@ -82,28 +83,30 @@ def main() -> None:
     if args.gif and not environment(config.env).pictures:
         raise ConfigError(f"--gif {args.gif}: env.name={config.env.name} shows no pictures; leave it out")
     mesh = prepare_devices(config)
-    episodes = max(2, mesh.shape["data"] * mesh.shape["fsdp"])  # the minimum that the devices can share and that a group has
+    # The minimum that the devices can share and that a group has; each has its budget of turns as in the evaluation.
+    episodes = math.lcm(max(2, mesh.shape["data"] * mesh.shape["fsdp"]), len(config.env.budgets) or 1)
+    row = args.task % (len(config.env.budgets) or 1)
     small = ["rollout.prompt_groups=1", f"rollout.group_size={episodes}"]
     job = build(configuration.load(source, [*overrides, *small]), mesh)
     if job.runner.num_held_out_tasks and args.task >= job.runner.num_held_out_tasks:
         raise ConfigError(f"--task {args.task}: there are {job.runner.num_held_out_tasks} held-out tasks, counted from 0")
 
     last = (job.runner.num_held_out_tasks or 2**31) - 1
-    index = jnp.asarray(np.minimum(args.task + np.arange(episodes), last).astype(np.int32))
+    index = jnp.asarray(np.clip(args.task - row + np.arange(episodes), 0, last).astype(np.int32))
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(args.seed), index)
     decoding = sampled_decoding(job.config.evaluation)
     decoding = decoding.replace(temperature=0.0) if args.greedy else decoding
     tasks, params = job.runner.select_tasks("held_out", 0, index), job.base_rollout_params(job.given_params)
     result = jax.device_get(job.runner.rollout(params, tasks, keys, index, decoding, held_out=True))
-    story, played = job.runner.story(result, 0), result.episodes
+    story, played = job.runner.story(result, row), result.episodes
     of_role, notes = [job.policies[name] for name in policy_of_each(job.config, job.runner.roles)], []
     for t in range(len(story.turns)):
-        length = played.response_lengths[0, t]
-        tokenizer = of_role[played.agents[0, t]].initial.tokenizer
-        tokens = [tokenizer.decode([token]) for token in played.responses[0, t, :length]]
-        notes.append(probabilities(tokens, played.logp[0, t, :length]))
+        length = played.response_lengths[row, t]
+        tokenizer = of_role[played.agents[row, t]].initial.tokenizer
+        tokens = [tokenizer.decode([token]) for token in played.responses[row, t, :length]]
+        notes.append(probabilities(tokens, played.logp[row, t, :length]))
     if args.gif:
-        save_film(args.gif, played.pictures[0, : len(story.turns)])
+        save_film(args.gif, played.pictures[row, : len(story.turns)])
     print(f"task: {story.task}")
     show(story.turns, notes, story.outcome)
 

@@ -24,7 +24,7 @@ from hgpo_jax.config import cli
 from hgpo_jax.credit import card, contenders, make, snapshot, table
 from hgpo_jax.envs.command_line import Parser, whole_number
 from hgpo_jax.trainer import main as training
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.heartbeat import Heartbeat
 from hgpo_jax.utils.progress import say
 
@@ -73,15 +73,23 @@ def take(args) -> None:
     names = [file_name(args.setting or config.name, config.seed) for config in map(read_config, runs)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--run: {len(twice)} of them would make {twice[0]}-*.npz; give each in a call with its --setting")
+    never: list[str] = []
     for run in runs or (train(args, folder, seed) for seed in args.seeds):
         config = read_config(run)
         setting = args.setting or config.name
         for level in args.levels:
             file = folder / f"{file_name(setting, config.seed)}-{level * 100:.0f}.npz"
             sizes = {name: getattr(args, name) for name in ("groups", "batches", "continuations", "directions")}
-            make.make(run, file, setting, level, **sizes)
-    card.write(folder)
-    say(f"{folder / card.FILE}")
+            try:
+                make.make(run, file, setting, level, **sizes)
+            except make.NeverNear as error:  # other levels and seeds may be
+                say(f"{file} is left out: {error}")
+                never.append(file.name)
+    if any(folder.glob("*.npz")):
+        card.write(folder)
+        say(f"{folder / card.FILE}")
+    if never:
+        raise RunError(f"{folder}: lacks {', '.join(never)}, whose levels no checkpoint was near")
 
 
 def file_name(setting: str, seed: int) -> str:

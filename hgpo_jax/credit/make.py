@@ -47,12 +47,16 @@ def success_by_iteration(folder: Path) -> dict[int, float]:
     return {iteration: success[iteration] for iteration in sorted(kept) if iteration in success}
 
 
+class NeverNear(ConfigError):
+    """A run's success was at no checkpoint near a level."""
+
+
 def nearest(folder: Path, level: float) -> int:
-    """Returns the iterations after which a run's success was nearest to a level. Raises ConfigError if it was never near."""
+    """Returns the iterations after which a run's success was nearest to a level. Raises NeverNear."""
     success = success_by_iteration(folder)
     iteration = min(success, key=lambda i: abs(success[i] - level))
     if abs(success[iteration] - level) > FARTHEST:
-        raise ConfigError(
+        raise NeverNear(
             f"{folder}: no checkpoint has a success near {level:.0%}, the nearest {success[iteration]:.0%}; "
             "log.checkpoint_every and keep_checkpoints keep more, cloning.stop_at begins lower, iterations goes on longer"
         )
@@ -62,7 +66,7 @@ def nearest(folder: Path, level: float) -> int:
 def make(
     run: Path, file: Path, setting: str, level: float, *, groups: int, batches: int, continuations: int, directions: int
 ) -> None:
-    """Writes a snapshot of a run, unless the same one is there already. Raises ConfigError."""
+    """Writes a snapshot of a run, unless the same one is there already. Raises ConfigError, NeverNear for a level."""
     config = read_config(run)
     refuse(config, run)
     plan = {"run": digest(config), "setting": setting, "level": level}

@@ -22,8 +22,9 @@ from hgpo_jax.utils.progress import say
 
 NOTE = """Means over snapshots. Cosine: to the true advantages; gradient: of the policy gradients with these and with true \
 ones. Their differences to {reference}'s are paired by snapshot (95 % interval by Student's t; bold where that leaves out 0, \
-else not decided). Squared bias and variance: after the best scale, as shares of the true advantages' mean square. Sign: the \
-share of right ones where the true advantage is clear. No penalties. A dash: not defined."""
+else not decided; the levels of a run count as if they were runs, so that of few runs the intervals are too narrow). Squared \
+bias and variance: after the best scale, as shares of the true advantages' mean square. Sign: the share of right ones where \
+the true advantage is clear. No penalties. A dash: not defined."""
 
 
 @dataclasses.dataclass(frozen=True)

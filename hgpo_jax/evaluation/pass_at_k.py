@@ -17,6 +17,8 @@ from hgpo_jax.setup.job import Job
 from hgpo_jax.utils.errors import RunError
 from hgpo_jax.utils.heartbeat import phase
 
+SEEN = 0.05  # pass@k from which on, and below 1 less which, the spread between tasks is seen
+
 
 def pass_at_k(successes: np.ndarray, plays: np.ndarray, k: int) -> np.ndarray:
     """Estimates each task's chance that at least one of k independent plays succeeds, without bias (Chen et al., 2021).
@@ -34,14 +36,16 @@ def estimates(successes: np.ndarray, plays: np.ndarray, ks: Sequence[int]) -> di
     """Returns pass@k for each k as numbers: `mean` over tasks, its 95 % `interval` and the number of `tasks`.
 
     Tasks of which fewer than k plays finished are left out. The interval is `korn_graubard`: tasks differ, and n plays of a
-    task hold n / k independent trials.
+    task hold n / k independent trials; near 0 and 1, where hardly any difference is seen, a task counts as one.
     """
     result = {}
     for k in ks:
         enough = plays >= k
         values, trials = pass_at_k(successes[enough], plays[enough], k), plays[enough] / k
-        interval = list(korn_graubard(values.tolist(), trials.tolist())) if len(values) > 1 else None
         mean = float(values.mean()) if len(values) else None
+        if mean is not None and not SEEN < mean < 1 - SEEN:
+            trials = np.ones(len(values))
+        interval = list(korn_graubard(values.tolist(), trials.tolist())) if len(values) > 1 else None
         result[f"pass@{k}"] = {"mean": mean, "interval": interval, "tasks": len(values)}
     return result
 

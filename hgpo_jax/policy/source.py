@@ -42,7 +42,13 @@ def is_hub_name(source: str | Path) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(source))) and not Path(source).is_dir()
 
 
-@functools.cache
 def load_tokenizer(name: str, cache_dir: str):
-    """Calls `read_tokenizer`, cached, also for a GGUF file or package (`gguf_folder.py`)."""
-    return read_tokenizer(unpack(name, cache_dir))
+    """Calls `read_tokenizer`, cached while its files stay as they are, also for a GGUF file or package (`gguf_folder.py`)."""
+    place = unpack(name, cache_dir)
+    files = sorted(path for path in Path(place).iterdir() if path.suffix != ".safetensors") if Path(place).is_dir() else []
+    return _cached_tokenizer(place, tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_tokenizer(place: str, files: tuple):
+    return read_tokenizer(place)

@@ -41,7 +41,7 @@ def _curves_of(plan: Plan, table: Table, setting: str, results: Results) -> dict
     for method in table.methods:
         runs = [results.get(cell) for cell in cells_of(plan, table, setting, method)]
         curves[method] = [r.curve for r in runs if r and r.done and "train/auc" in r.numbers]
-    return {method: np.array(some) for method, some in curves.items() if len(some) > 1}
+    return {method: np.array(some, float) for method, some in curves.items() if len(some) > 1}  # None becomes nan
 
 
 @styled

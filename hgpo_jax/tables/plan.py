@@ -283,9 +283,10 @@ def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) 
     seeds = ",".join(map(str, setting.seeds))
     parse_seeds(seeds)
     evaluation = config_of(plan, cell, more).evaluation
+    now = [field for field in overrides(plan, cell) if field.startswith("evaluation.")]  # the run may have begun with others
     for split in setting.splits:
         proof = folder / "evaluations" / file_name(split, evaluation.temperature, evaluation.episodes, setting.seeds)
-        commands.append(Step("evaluate", (str(folder), "--seeds", seeds, "--split", split, *more), (proof,)))
+        commands.append(Step("evaluate", (str(folder), "--seeds", seeds, "--split", split, *now, *more), (proof,)))
     return commands
 
 

@@ -92,7 +92,7 @@ def record_text(plan: Plan, results: AllResults, rows: list[Row]) -> str:
             short = {
                 "seconds": round(result.seconds, 1),
                 "numbers": {name: (round(m, 3), s if s is None else round(s, 3)) for name, (m, s) in result.numbers.items()},
-                "curve": [round(value, 4) for value in result.curve],
+                "curve": [value if value is None else round(value, 4) for value in result.curve],
             }
             lines.append({"cell": cell.name} | result.model_copy(update=short).model_dump(exclude_defaults=True))
     names = ("table", "setting", "method", "column")
@@ -110,7 +110,9 @@ def record_text(plan: Plan, results: AllResults, rows: list[Row]) -> str:
 
 
 def lost_results(old: str, new: str) -> list[str]:
-    """Lists results in the text of one record that are missing from, or shorter in, another: ended runs and measurements.
+    """Lists results in the text of one record that are missing from another: ended runs and measurements.
+
+    A run's are missing, too, where it is shorter there, or as long without all of its numbers.
 
     A text that is not a record has no results to lose.
     """
@@ -118,13 +120,24 @@ def lost_results(old: str, new: str) -> list[str]:
         before, after = _extent(json.loads(old), ended=True), _extent(json.loads(new), ended=False)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return []
-    return [name for name, extent in before.items() if after.get(name, -1) < extent]
+    lost = []
+    for name, (iterations, numbers) in before.items():
+        others, kept = after.get(name, (-1, set()))
+        if others < iterations or (others == iterations and not numbers <= kept):
+            lost.append(name)
+    return lost
 
 
-def _extent(record: dict, ended: bool) -> dict[str, int]:
-    """Returns name -> iterations of everything in a record, whatever its plan has become. ended: only runs that have ended."""
-    extent = {cell["cell"]: cell["iterations"] for cell in record["cells"] if cell["done"] or not ended}
-    extent |= {f"bias of {name} under seed {m['seed']}": 0 for name, some in record.get("bias", {}).items() for m in some}
+def _extent(record: dict, ended: bool) -> dict[str, tuple[int, set[str]]]:
+    """Returns name -> iterations and names of numbers of everything in a record, whatever its plan has become.
+
+    ended: only runs that have ended.
+    """
+    nothing: tuple[int, set[str]] = 0, set()
+    extent = {cell["cell"]: (cell["iterations"], set(cell["numbers"])) for cell in record["cells"] if cell["done"] or not ended}
+    extent |= {f"bias of {name} under seed {m['seed']}": nothing for name, some in record.get("bias", {}).items() for m in some}
     return extent | {
-        f"{kind.name} of {one['cell']} {moment(one['iteration'])}": 0 for kind in MEASURED for one in record.get(kind.name, [])
+        f"{kind.name} of {one['cell']} {moment(one['iteration'])}": nothing
+        for kind in MEASURED
+        for one in record.get(kind.name, [])
     }

@@ -65,7 +65,8 @@ def _fault(parts: list[Step], log: Path, stop: threading.Event, **options) -> st
             return f"{step.module} ended with code {done.returncode}; {log} says why"
         if not step.done:  # fields other than the plan's, in an earlier call
             missing = next(file for file in step.proofs if not file.is_file())
-            return f"{step.module} left no {missing}; remove {log.with_suffix('')} to begin again"
+            mend = f"remove {log.with_suffix('')} to begin again" if step.module == "train" else f"{log} says what it wrote"
+            return f"{step.module} left no {missing}; {mend}"
     return ""
 
 

@@ -25,16 +25,16 @@ class Result(Section):
     done: all its commands have ended. iterations: made so far. seconds: of rollouts and updates. numbers: name -> (mean, std
     over evaluation seeds or None), shares in percent: `SPLIT/success` and `SPLIT/score` of evaluations under seeds;
     `final/sampled` and `final/greedy` of the one that ends training; `train/auc`, the mean success over all iterations, and
-    `train/last`, over the last ones. curve: success by iteration. changed: `field=value` of differences from the plan, because
-    the plan was changed since or the run had overrides. start: a digest of the weights that training began with, "" if there
-    are none.
+    `train/last`, over the last ones. curve: success by iteration, None where it is unknown. changed: `field=value` of
+    differences from the plan, because the plan was changed since or the run had overrides. start: a digest of the weights that
+    training began with, "" if there are none.
     """
 
     done: bool
     iterations: int
     seconds: float
     numbers: dict[str, tuple[float, float | None]]
-    curve: list[float]
+    curve: list[float | None]
     changed: tuple[str, ...] = ()
     start: str = ""
 
@@ -60,15 +60,16 @@ def read_cell(plan: Plan, cell: Cell, runs: Path) -> Result | None:
     changed = {name: before for name, (before, _) in differences.items() if not name.startswith(PLACES)}
     damaged, again = f"{folder}/metrics.jsonl: is damaged", "delete the folder and run the cell again"
     try:
-        curve = [float(row["success"]) for row in rows]
+        curve = [None if row["success"] is None else float(row["success"]) for row in rows]
         seconds = sum(sum(row["seconds"].values()) for row in rows)
     except (KeyError, TypeError, ValueError, AttributeError):
         raise ConfigError(f"{damaged}; {again}") from None
     if parts[0].done and len(curve) < changed.get("iterations", config.iterations):
         raise ConfigError(f"{damaged}, it holds {len(curve)} of {config.iterations} iterations; {again}")
-    if len(curve) == config.iterations:
-        numbers["train/auc"] = 100 * float(np.mean(curve)), None
-        numbers["train/last"] = 100 * float(np.mean(curve[-plan.window :])), None
+    for name, part in (("train/auc", curve), ("train/last", curve[-plan.window :])):
+        said = [value for value in part if value is not None]
+        if len(curve) == config.iterations and said:
+            numbers[name] = 100 * float(np.mean(said)), None
     return Result(
         done=all(step.done for step in parts),
         iterations=len(rows),
@@ -86,7 +87,7 @@ def _evaluated(step: Step) -> dict[str, tuple[float, float | None]]:
     try:
         record = json.loads(file.read_text())
         if step.module == "train":
-            return {f"final/{mode}": (100 * share, None) for mode, share in record["success"].items()}
+            return {f"final/{mode}": (100 * share, None) for mode, share in record["success"].items() if share is not None}
         over = {name: numbers for name in ("success", "score") if (numbers := record["over_seeds"].get(name))}
         return {
             f"{record['split']}/{name}": (100 * numbers["mean"], None if numbers["std"] is None else 100 * numbers["std"])

@@ -20,7 +20,7 @@ def outside_code(config: Config) -> dict[str, dict]:
 
     Returns by field (`env.name`, `method`, `learner.loss`, `reward.source`, `env.state_key`, an option of the environment,
     `env.template`): `name`, the place as the user wrote it, `file`, `sha256` of that file alone, and `version` of the module or
-    its distribution.
+    its distribution. Raises ConfigError for a file that this process read before it changed, as a notebook's may.
     """
     sources = {"env.name": config.env.name, "method": config.method}
     sources |= {"learner.loss": config.learner.loss, "reward.source": config.reward.source}
@@ -31,6 +31,10 @@ def outside_code(config: Config) -> dict[str, dict]:
     options = config.env.options | user_code.implied(config.env.name)
     for option, place in user_code.code_in(options).items():
         sources[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
+    for field, place in places.items():
+        if user_code.is_stale(place):
+            file, _, _ = place.rpartition(":")
+            raise ConfigError(f"{field}={sources[field]}: {file} has changed since this process read it; begin a new process")
     now = {field: {"name": sources[field], **user_code.version(place)} for field, place in places.items()}
     template = config.env.template
     if template and not (path := template_file(template)).is_relative_to(TEMPLATES):

@@ -62,7 +62,7 @@ def refuse_fewer(config: Config, folder: Path, done: int) -> None:
 def change_length(config: Config, folder: Path, first: int) -> list[str]:
     """Prepares a run that is resumed after its `first` iterations for a new total number of iterations.
 
-    If it had ended, its results are renamed. Returns messages about that and about the learning rate.
+    What it had ended with is renamed. Returns messages about that and about the learning rate.
     """
     before = configuration.resolve(began_with(folder))
     messages: list[str] = []
@@ -75,8 +75,7 @@ def change_length(config: Config, folder: Path, first: int) -> list[str]:
             f"{config.iterations} iterations instead of {before.iterations}: learning rate {', '.join(dict.fromkeys(rates))}; "
             "the optimizer's warm-up is not repeated"
         )
-    if has_ended(folder, before.iterations):
-        names = _set_aside(folder, before.iterations)
+    if names := _set_aside(folder, before.iterations):  # also of a run that was killed in its evaluation
         messages.append(f"what the run ended with after {before.iterations} iterations is kept: {', '.join(names)}")
     return messages
 

@@ -16,8 +16,9 @@ from hgpo_jax.credit import __main__ as credit
 from hgpo_jax.credit import contenders, make, table
 from hgpo_jax.credit.contenders import Contender
 from hgpo_jax.credit.snapshot import Snapshot, load, load_all
+from hgpo_jax.envs import user_code
 from hgpo_jax.setup.job import Job
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.envs.test_user_code import COMPILED
 from tests.helpers.refusals import refused
 
@@ -247,12 +248,13 @@ def test_another_runs_snapshot_is_not_taken_for_this_ones(field, taken):
         make.make(other, file, "household", 0.5, **SIZES)
 
 
-def test_another_version_of_the_users_code_is_another_run(tmp_path):
+def test_another_version_of_the_users_code_is_another_run(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     run = run_with(tmp_path / "run", f"learner.loss={tmp_path}/own.py:centred")
     before = make.digest(read_config(run))
     assert make.digest(read_config(run)) == before
     (tmp_path / "own.py").write_text(OWN.replace("0.1", "0.2"))
+    monkeypatch.setattr(user_code, "_READ", {})  # as in another process
     assert make.digest(read_config(run)) != before
 
 
@@ -260,6 +262,29 @@ def test_runs_whose_snapshots_would_have_one_name_are_refused(tmp_path):
     runs = [f"--run={run_with(tmp_path / name, field)}" for name, field in {"a": "method=hgpo", "b": "method=grpo"}.items()]
     with refused("--run: 2 of them would make household-s0-*.npz", ConfigError):
         credit.main(["snapshot", str(tmp_path / "made"), *runs])
+
+
+def test_levels_that_a_run_was_never_near_are_left_out_and_told_at_the_end(tmp_path, monkeypatch, capsys):
+    """Other levels and seeds are made all the same."""
+    asked = []
+
+    def train(fields, resume):
+        return run_with(tmp_path / f"run-{fields['seed']}", f"seed={fields['seed']}")
+
+    def made(run, file, setting, level, **sizes):
+        asked.append(file.name)
+        if "s0" in file.name and level > 0.5:
+            raise make.NeverNear(f"{run}: no checkpoint has a success near {level:.0%}")
+        file.touch()
+
+    monkeypatch.setattr(credit.training, "train", train)
+    monkeypatch.setattr(make, "make", made)
+    monkeypatch.setattr(credit.card, "write", lambda folder: (folder / "DATA_CARD.md").touch())
+    (tmp_path / "made").mkdir()
+    with refused("made: lacks household-s0-80.npz, whose levels no checkpoint was near", RunError):
+        credit.main(["snapshot", str(tmp_path / "made"), "--levels", "50,80", "--seeds", "0,1"])
+    assert asked == [f"household-s{seed}-{level}.npz" for seed in (0, 1) for level in (50, 80)]
+    assert (tmp_path / "made" / "DATA_CARD.md").is_file() and "80.npz is left out" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

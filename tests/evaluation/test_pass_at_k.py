@@ -39,6 +39,18 @@ def test_tasks_with_too_few_plays_are_left_out():
     assert found["pass@8"] == {"mean": None, "interval": None, "tasks": 0}
 
 
+def test_near_the_ends_a_task_counts_once():
+    """Where nothing tells tasks apart, plays of one say little of others that were not drawn."""
+    all_won, plays = np.full(128, 16), np.full(128, 16)
+    low, high = samples.estimates(all_won, plays, [1])["pass@1"]["interval"]
+    assert (low, high) == (pytest.approx(0.025 ** (1 / 128)), 1.0)
+    one_short = all_won - (np.arange(128) == 0)
+    assert samples.estimates(one_short, plays, [1])["pass@1"]["interval"][0] < 0.98
+    half = np.full(128, 8)  # tasks that all are alike, which is seen
+    low, high = samples.estimates(half, plays, [1])["pass@1"]["interval"]
+    assert high - low < 0.05
+
+
 class Sampled(Runner):
     """Outcomes also depend on the episode's key; odd tasks fail in the first play."""
 

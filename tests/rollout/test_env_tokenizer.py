@@ -5,6 +5,8 @@ import pytest
 from hgpo_jax.config import load
 from hgpo_jax.envs.webshop.synthetic import write_catalogue
 from hgpo_jax.policy.chat_template import ChatFrame
+from hgpo_jax.policy.source import load_tokenizer
+from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer, template_of
 from hgpo_jax.rollout.environments import environment
@@ -94,3 +96,11 @@ def test_play_keeps_to_the_time_limit_of_the_run(config, tmp_path):
     (tmp_path / "colours.py").write_text(slow)
     with pytest.raises(ConfigError, match=r"reset\(\d\) gives no answer in 0.2 s \(env.time_limit\)"):
         fresh_tokenizer(config("env.time_limit=0.2"))
+
+
+def test_a_tokenizer_that_was_written_anew_is_read_anew(tmp_path):
+    """As that of a run that was begun again in the same folder, in one notebook."""
+    for words in (["a", "b"], ["c", "d", "e"]):
+        word_tokenizer(["", *words]).save_pretrained(tmp_path)
+        assert load_tokenizer(str(tmp_path), "cache").convert_ids_to_tokens(1) == words[0]
+        assert load_tokenizer(str(tmp_path), "cache") is load_tokenizer(str(tmp_path), "cache")

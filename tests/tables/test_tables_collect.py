@@ -274,6 +274,31 @@ def test_a_record_of_an_earlier_plan_says_so(tmp_path, small, collect):
     assert old.read_bytes() == before
 
 
+def test_success_that_is_unknown_is_no_damage(tmp_path, small, collect):
+    """An environment may not report it, in one iteration or at all."""
+    runs = tmp_path / "runs"
+    finish(runs, small, Cell("near", "gigpo", 0), [0.1, None, 0.3])
+    finish(runs, small, Cell("near", "hgpo", 0), [None, None, None], success=None)
+    results = run_results.read_all(small, runs)
+    one, none = (results[Cell("near", method, 0)] for method in ("gigpo", "hgpo"))
+    assert one.numbers["train/auc"] == (pytest.approx(20.0), None) and one.numbers["train/last"] == (pytest.approx(30.0), None)
+    assert none.numbers == {"final/greedy": (100.0, None)}
+    collect()
+    record = (tmp_path / "out" / "small.json").read_text()
+    assert "NaN" not in record and '[0.1, null, 0.3]' in record
+    again = plan_results.read_record(small, tmp_path / "out" / "small.json").cells[Cell("near", "gigpo", 0)]
+    assert again.curve == [0.1, None, 0.3]
+
+
+def test_numbers_of_evaluations_are_not_lost(tmp_path, small, collect):
+    runs = tmp_path / "runs"
+    finish(runs, small, Cell("far", "hgpo", 0), [0.1, 0.1, 0.1], evaluated=[0.5, 0.6, 0.55])
+    collect()
+    shutil.rmtree(runs / "far/hgpo/s0/evaluations")
+    with pytest.raises(ConfigError, match="1 results would be lost, as far/hgpo/s0"):
+        collect()
+
+
 def test_a_longer_run_counts_before_its_record_and_a_shorter_does_not(tmp_path, small, collect):
     """The plan got more iterations, and a run that had ended goes on, or begins anew."""
     folder = tmp_path / "runs" / "near/hgpo/s0"

@@ -38,6 +38,15 @@ def test_every_cell_is_listed_once_and_its_commands_are_what_it_says(name, count
             assert evaluate.parse_seeds(step.arguments[2]) == list(plan.settings[cell.setting].seeds)
 
 
+def test_evaluations_are_asked_for_with_the_plans_settings(tmp_path):
+    """A run that began with others would write another file than the one that is waited for."""
+    fields = [*SMALL["fields"], "evaluation.episodes=64", "evaluation.temperature=0.4"]
+    plan = planning.read(write_plan(tmp_path, fields=fields))
+    _, step = planning.steps(plan, Cell("far", "hgpo", 2), "R", ("evaluation.episodes=32",))
+    assert step.arguments[5:] == ("evaluation.episodes=64", "evaluation.temperature=0.4", "evaluation.episodes=32")
+    assert step.proofs[0].name == "held_out-t0.4-n32-s1-2-3.json"
+
+
 def test_paired_methods_share_warm_start_and_tasks():
     plan = planning.read(planning.find("household"))
     for setting in plan.settings:

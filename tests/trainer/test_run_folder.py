@@ -116,6 +116,16 @@ def test_a_run_has_ended_when_its_last_iteration_is_evaluated(tmp_path):
         assert not sought(again).ended
 
 
+def test_what_a_run_left_that_was_killed_in_its_evaluation_is_kept_too(tmp_path):
+    """Else the policy of iteration 40 would pass for that of a longer run until its end."""
+    folder = ended(begun(tmp_path / "run", *OWN), 40)
+    for name in ("evaluation.json", "transcripts.txt"):
+        (folder / name).unlink()
+    (_, kept) = change_length(sought(folder, "iterations=80").config, folder, 40)
+    assert kept == "what the run ended with after 40 iterations is kept: policy-40, adapter-40, evaluations-40"
+    assert not (folder / "policy").exists()
+
+
 def test_a_longer_run_says_its_learning_rates_and_keeps_what_it_had_ended_with(tmp_path):
     folder = ended(begun(tmp_path / "run", *OWN, "learner.lr=0.4", "learner.final_lr=0.025"), 40)
     longer = sought(folder, "iterations=80").config

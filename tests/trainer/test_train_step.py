@@ -197,6 +197,7 @@ def test_the_tokens_of_answers_that_were_cut_can_be_left_out_and_their_steps_sti
         jax.tree.map(np.testing.assert_array_equal, state.critic, whole.critic)
 
 
+@pytest.mark.slow  # one more update to compile
 def test_where_episodes_say_what_was_finished_that_counts(episodes):
     """An agent's answer may end at a stop string, without an end token."""
     finished = np.random.default_rng(0).random(episodes.mask.shape) < 0.5
