@@ -101,7 +101,10 @@ def module_of(place: str) -> ModuleType:
     if place.endswith(".py"):
         return _executed(Path(place))
     try:
-        return importlib.import_module(place)
+        module = importlib.import_module(place)
+        if place not in _READ and (file := getattr(module, "__file__", None)) and Path(file).is_file():
+            _READ[place] = Path(file), _digest(Path(file))
+        return module
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise ValueError(f"its import fails: {_describe_error(error)}") from None
@@ -110,13 +113,13 @@ def module_of(place: str) -> ModuleType:
         raise ValueError(f"its import fails: {_describe_error(error)}") from None
 
 
-_READ: dict[str, str] = {}  # file that was executed -> its SHA-256 then
+_READ: dict[str, tuple[Path, str]] = {}  # file or module that this process has read -> its file, and the SHA-256 then
 
 
 def is_stale(name: str) -> bool:
-    """Whether the file of a full name (`locate`) has changed since this process executed it."""
-    file = name.rpartition(":")[0]
-    return file in _READ and Path(file).is_file() and _digest(Path(file)) != _READ[file]
+    """Whether the file of a full name (`locate`) has changed since this process read it."""
+    file, digest = _READ.get(name.rpartition(":")[0], (None, ""))
+    return file is not None and file.is_file() and _digest(file) != digest
 
 
 def _digest(file: Path) -> str:
@@ -132,7 +135,7 @@ def _executed(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(spec)
-    _READ[str(file)] = _digest(file)
+    _READ[str(file)] = file, _digest(file)
     sys.modules[name] = module  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)

@@ -41,6 +41,7 @@ from hgpo_jax.setup.build import build
 from hgpo_jax.setup.devices import prepare_devices
 from hgpo_jax.trainer import main
 from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.trainer.provenance import outside_code
 from hgpo_jax.utils import progress
 from hgpo_jax.utils.errors import ConfigError, RunError, excerpt
 
@@ -184,6 +185,7 @@ def evaluate_policy(
     policy_config = configuration.resolve(
         configuration.read_fields(None, cli.saved_policy(folder)), tree.model_dump(mode="json")
     )
+    outside_code(policy_config)  # which refuses what has changed since this process read it
     with _alone(verbose), contextlib.closing(build(policy_config, prepare_devices(policy_config))) as job:
         return play_both(job, job.base_rollout_params(job.given_params))[0]
 

@@ -54,9 +54,10 @@ from hgpo_jax.setup.build import build, work_of
 from hgpo_jax.setup.devices import prepare_devices
 from hgpo_jax.setup.job import Job
 from hgpo_jax.trainer.curves import plot_curves
+from hgpo_jax.trainer.provenance import outside_code
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
-from hgpo_jax.utils.heartbeat import Heartbeat, current
+from hgpo_jax.utils.heartbeat import Heartbeat, current, phase
 from hgpo_jax.utils.progress import say
 
 
@@ -98,15 +99,17 @@ def _prepare(
 
     The function returns the result, all episodes if they are kept, and the text to print.
     """
+    digests: list[str] = []
     if args.run.startswith(PREFIX):
         served = ServedPolicy(args.run, config)
         play: panels.Play = served.play
         types: Sequence[str] = served.task_types
-        digests = []
     else:
         job = build(config, mesh)
-        sources = (policy.settings.policy.source for policy in job.policies.values())
-        digests = [huggingface_folder.digest(find(source, config.cache_dir)) for source in sources if source]
+        if args.panel or jax.process_count() == 1:
+            with phase("reading the policy for its digest"):
+                sources = (policy.settings.policy.source for policy in job.policies.values())
+                digests = [huggingface_folder.digest(find(source, config.cache_dir)) for source in sources if source]
         if not args.panel:
             return functools.partial(_evaluate, job, seeds, args.samples), digests
         play, types = panels.player(job, job.given_params), job.runner.task_types
@@ -234,7 +237,9 @@ def main() -> None:
             raise ConfigError(
                 f"{target}: cannot be written; {'see its owner' if in_run else 'choose another folder with --to'}"
             )
-    passes = Passes(file.with_suffix(".passes"), about | {"digests": digests}) if jax.process_count() == 1 else NONE_KEPT
+    passes = NONE_KEPT
+    if jax.process_count() == 1:
+        passes = Passes(file.with_suffix(".passes"), about | {"digests": digests, "code": outside_code(config)})
     result, episodes, text = evaluation(passes)
     if jax.process_index() == 0:
         write(file, result if in_run else about | result, episodes)

@@ -23,6 +23,7 @@ MATTER = (
     "rollout.prompt_limit",
     "rollout.response_limit",
     "rollout.stop",
+    "rollout.thinking",
 )
 DO_NOT = ("env.data", "env.split", "env.workers", "env.preload", "env.time_limit", "evaluation.every")
 

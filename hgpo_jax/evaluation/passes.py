@@ -18,6 +18,7 @@ from hgpo_jax.utils.progress import say
 # The arrays that results are made of.
 NEEDED = ("mask", "judged", "success", "task", "invalid", "prompt_lengths", "response_lengths")
 ABOUT = "about.json"
+ENOUGH = 0.5  # share of episodes up to which a pass is not kept: something failed that may be mended
 Played = tuple[Episodes, np.ndarray | None, list[str]]  # as `held_out.play_held_out` returns
 
 
@@ -44,6 +45,8 @@ class Passes:
             say(f"{name}: played before, in {file}")
             return _read(file)
         played = play()
+        if played[0].mask[:, 0].mean() <= ENOUGH:
+            return played
         self._folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(self._folder / ABOUT) as about:
             about.write(self._about)

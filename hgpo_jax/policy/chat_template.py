@@ -111,6 +111,7 @@ class ChatFrame:
     Attributes:
       text: texts as token ids and back.
       head, tail: token ids before and after the only user message.
+      trims: whether the template drops blanks before, and after, that message.
       opened: the part of the answer that the tail already contains: "", "<think>" or a whole, empty thought.
       has_switch: whether the template has a switch for `thinking`. hides_thoughts: whether it drops them from earlier
         answers.
@@ -144,6 +145,8 @@ class ChatFrame:
             self._thinking = trained.get("thinking")
         self.text = TokenText(tokenizer)
         before, after = self._around([{"role": "user", "content": _MARK}])
+        blanks = self._around([{"role": "user", "content": f"{_BLANK}{_MARK}{_BLANK}"}])
+        self.trims = not blanks[0].endswith(_BLANK), not blanks[1].startswith(_BLANK)
         self.head = tokenizer.encode(before, add_special_tokens=False)
         self.tail = tokenizer.encode(after, add_special_tokens=False)
         self.opened, self.hides_thoughts = self._find_opening(after), self._hides_thoughts()

@@ -45,8 +45,9 @@ def is_hub_name(source: str | Path) -> bool:
 def load_tokenizer(name: str, cache_dir: str):
     """Calls `read_tokenizer`, cached while its files stay as they are, also for a GGUF file or package (`gguf_folder.py`)."""
     place = unpack(name, cache_dir)
-    files = sorted(path for path in Path(place).iterdir() if path.suffix != ".safetensors") if Path(place).is_dir() else []
-    return _cached_tokenizer(place, tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files))
+    names = (*huggingface_folder.TOKENIZER_FILES, "generation_config.json")
+    stats = [file.stat() if (file := Path(place, name)).is_file() else None for name in names]
+    return _cached_tokenizer(place, tuple(stat and (stat.st_mtime_ns, stat.st_size) for stat in stats))
 
 
 @functools.lru_cache(maxsize=16)

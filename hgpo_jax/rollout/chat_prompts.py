@@ -104,6 +104,11 @@ class Template:
         return {name for part in parts for name in part.get_identifiers()}
 
     @property
+    def tells_goal(self) -> bool:
+        """Whether every prompt states the goal; a chat does so in its first message."""
+        return all("goal" in part.get_identifiers() for part in ((self.first,) if self.chats else (self.first, self.later)))
+
+    @property
     def bare(self) -> bool:
         """Whether the template asks for the action alone: it does not mention <action>."""
         return ACTION not in self.first.template + self.later.template
@@ -275,13 +280,13 @@ class ChatFormat:
     def _build_messages(self, inputs: Sequence[PromptInput]) -> list[Prompt]:
         """Builds prompts of one message."""
         prompts, most = [], self.message_limit * MAX_CHARACTERS_PER_TOKEN
-        texts = [self.template.render(prompt_input) for prompt_input in inputs]
+        texts = [self._rendered(prompt_input) for prompt_input in inputs]
         encoded = self.frame.text.encode(text[:most] for text in texts)
         for prompt_input, text, ids in zip(inputs, texts, encoded, strict=True):
             dropped, cut = 0, 0
             while (long := len(ids) > self.message_limit or len(text) > most) and dropped < len(prompt_input.history):
                 dropped += 1
-                text = self.template.render(prompt_input._replace(history=prompt_input.history[dropped:]))
+                text = self._rendered(prompt_input._replace(history=prompt_input.history[dropped:]))
                 ids = self.frame.text.encode([text[:most]])[0]
             if long:
                 whole = len(ids) + (len(text) > most)
@@ -290,6 +295,12 @@ class ChatFormat:
             prompts.append(Prompt(self.head + ids + self.frame.tail, dropped, cut))
         return prompts
 
+    def _rendered(self, view: PromptInput) -> str:
+        """Renders the only message as the frame shows it."""
+        text, (left, right) = self.template.render(view), self.frame.trims
+        text = text.lstrip() if left else text
+        return text.rstrip() if right else text
+
     def _shorten(self, view: PromptInput) -> list[int]:
         """Shortens a message until it fits: its parts lose their middle, the observation first, the goal last. Returns ids."""
         most = self.message_limit * MAX_CHARACTERS_PER_TOKEN
@@ -297,7 +308,7 @@ class ChatFormat:
 
         def try_out(view: PromptInput) -> bool:
             nonlocal fits
-            text = self.template.render(view)
+            text = self._rendered(view)
             ids = self.frame.text.encode([text])[0] if len(text) <= most else []
             fitting = len(text) <= most and len(ids) <= self.message_limit
             fits = ids if fitting else fits

@@ -12,6 +12,7 @@ import numpy as np
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, PastTurn, Prompt, PromptInput
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
+from hgpo_jax.rollout.turn_budgets import goal_of
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
 from hgpo_jax.sampling.continuous_batching import SlotResponse
 
@@ -132,7 +133,7 @@ class EpisodeBuffer:
         turns = [turn for turn, role in past if role == output.role]
         history = [(turn.observation, turn.action) for turn in turns[max(0, len(turns) - self._history_length) :]]
         chat = turns[self._unshown[episode][output.role] :]
-        return PromptInput(output.goal, history, len(turns), output.observation, output.commands, chat)
+        return PromptInput(goal_of(output), history, len(turns), output.observation, output.commands, chat)
 
     def whole(self, response: SlotResponse) -> SlotResponse:
         """Returns a response, or a part of one, behind the part that has `begun`."""

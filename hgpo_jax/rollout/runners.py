@@ -22,7 +22,7 @@ from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.pictures import picture_tokens
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.backend import backend, converses
-from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
+from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput, load_template
 from hgpo_jax.rollout.compiled import EpisodeState, Program, make_continuations, make_rollout, parse_answer, replay
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout
 from hgpo_jax.rollout.env_tokenizer import template_of
@@ -321,11 +321,14 @@ def _check_whole(formats: dict[str, ChatFormat], env: Any) -> None:
 def _chat_format(config: Config, environment: Environment, tokenizer, model: ModelConfig) -> ChatFormat:
     """Returns the prompts and answers of a policy with this tokenizer. Raises ValueError."""
     rollout, picture = config.rollout, list[int]()
+    template = template_of(config, tokenizer)
+    if config.env.budgets and not load_template(template).tells_goal:
+        raise ValueError(f"template={template}: needs $goal in every first message, to which env.budgets adds")
     if environment.pictures and model.vision and environment.compiled:
         picture = picture_tokens(math.prod(environment.compiled(config).picture_features), model.vision)
     return ChatFormat(
         ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop),
-        template_of(config, tokenizer),
+        template,
         rollout.prompt_limit,
         environment.fallback,
         lower_case=environment.lower_case,

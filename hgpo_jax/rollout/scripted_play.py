@@ -15,7 +15,7 @@ import numpy as np
 from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.rollout.chat_prompts import PastTurn, PromptInput
 from hgpo_jax.rollout.requirements import deadline
-from hgpo_jax.rollout.turn_budgets import with_budget
+from hgpo_jax.rollout.turn_budgets import goal_of, with_budget
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 from hgpo_jax.utils.errors import one_line
 
@@ -86,7 +86,7 @@ def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: 
     for output, action in zip(outputs, actions, strict=False):
         turns = past[output.role]
         history = [(turn.observation, turn.action) for turn in turns[max(0, len(turns) - history_length) :]]
-        inputs.append(PromptInput(output.goal, history, len(turns), output.observation, output.commands, tuple(turns)))
+        inputs.append(PromptInput(goal_of(output), history, len(turns), output.observation, output.commands, tuple(turns)))
         turns.append(PastTurn(output.observation, output.commands, action))
     return inputs
 

@@ -15,12 +15,20 @@ BUDGET = "budget"  # the name of the first of an environment's signals
 
 
 def with_budget(output: Output, episode: int, budgets: Sequence[int]) -> Output:
-    """Returns an environment's output with the budget of this episode, by its number: in the goal, and as its first signal.
+    """Returns an environment's output with the budget of this episode, by its number, also as its first signal.
 
     Without budgets it stays as it is, and so does a failure.
     """
     if not budgets or isinstance(output, EnvFailure):
         return output
     budget = budgets[episode % len(budgets)]
-    signals = [float(budget), *(output.signals or ())]
-    return output._replace(goal=f"{output.goal} Use at most {budget} turns.", signals=signals)
+    return output._replace(budget=budget, signals=[float(budget), *(output.signals or ())])
+
+
+def goal_of(output: EnvOutput) -> str:
+    """Returns the goal as prompts state it, with the budget if there is one."""
+    goal, budget = output.goal, output.budget
+    if budget is None:
+        return goal
+    end = "" if not goal or goal.endswith((".", "!", "?")) else "."
+    return f"{goal}{end} Use at most {budget} turn{'s' * (budget > 1)}.".lstrip()

@@ -41,6 +41,7 @@ class EnvOutput(NamedTuple):
     role: int = 0  # the role that acts next
     truncated: bool | None = None  # whether a time limit ended the episode; None: the environment does not report it
     signals: list[float] | None = None  # one for each name in EnvSpec; None after a reset and without names
+    budget: int | None = None  # the turns that it should take at most, as its prompts say (`turn_budgets.py`)
 
 
 class EnvSpec(NamedTuple):

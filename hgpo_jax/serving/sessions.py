@@ -169,7 +169,10 @@ class Session:
 
     @property
     def silent(self) -> float:
-        """Seconds since its last request, or since it was started; 0 while it waits for an answer."""
+        """Seconds since its last request, or since it was started; 0 while it waits for an answer.
+
+        Requests that follow a refusal, or the end, do not count.
+        """
         return 0.0 if self._in_line else time.monotonic() - self._heard
 
     def started(self) -> None:
@@ -187,6 +190,7 @@ class Session:
 
         name: that of the request's branch, "" if it names none; requests of other names are not waited for. None: all are.
         """
+        hopeless = self.ended or self.spent or self.overflowed or bool(self.refused)  # a program may ask again for ever
         before = [other for other in self._in_line if name is None or other.name in (None, name)]
         self._in_line.append(request := _Waiting(name))
         try:
@@ -195,7 +199,7 @@ class Session:
                 raise ApiError(400, f"session {self.name} has ended: its last reward has been posted")
             yield
         finally:
-            self._heard = time.monotonic()  # whatever has become of the request
+            self._heard = self._heard if hopeless else time.monotonic()  # whatever has become of the request
             self._in_line.remove(request)
             request.gone.set()
 

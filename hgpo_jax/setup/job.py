@@ -166,13 +166,13 @@ class Job:
         return self.by_policy(PolicySetup.rollout_params, trained, reference)
 
     def merged_params(self, trained, reference, donate: bool = False) -> dict[str, dict]:
-        """Returns `PolicySetup.merged_params` of each policy. donate: weights that no other policy adapts are used up."""
-
-        def merged(policy: PolicySetup, trained, own):
-            alone = sum(other is own for other in reference.values()) == 1
-            return policy.merged_params(trained, own, donate and alone)
-
-        return self.by_policy(merged, trained, reference)
+        """Returns `PolicySetup.merged_params` of each policy. donate: the last one that adapts some weights uses them up."""
+        last = {id(weights): name for name, weights in reference.items()}
+        return self.by_policy(
+            lambda policy, own, base: policy.merged_params(own, base, donate and last[id(base)] == policy.name),
+            trained,
+            reference,
+        )
 
     def rollout_reference(self, reference) -> dict[str, dict]:
         """Returns what `rollout_params` reads of the reference policies, on the mesh of the rollouts: the weights that adapters

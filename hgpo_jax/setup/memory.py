@@ -94,7 +94,7 @@ def bytes_by_phase(config: Config, mesh, workload: Workload) -> dict[str, dict[s
     loading: dict[str, int] = {}
     if config.lora.rank:  # the adapters are bound to it while sampling, too
         always["reference policy"] = sizes.policy * sizes.compute_bytes
-        # The adapters of a warm start are merged beside the weights, those of the run in their place.
+        # The adapters of a warm start are merged beside the weights, those of a run in the place of one copy for each policy.
         loading["weights in float32"] = sizes.policy * PARAM_BYTES * (2 if config.warm_start == "cloning" else 1)
     sets = words_of(workload.model.vocab_size) if config.rollout.constrain == "admissible" else 0
     always["episodes"] = workload.steps * (workload.prompt + (2 + sets) * workload.response + 8) * 4
@@ -128,8 +128,7 @@ def bytes_of_run(config: Config, mesh) -> dict[str, dict[str, int]]:
                 raise
             raise ValueError(f"roles.{name}.policy={policy_config.policy.source}: {error}") from None
         if policy_config.lora.rank and config.warm_start != "cloning":  # adapters share one copy
-            for phase, name in (("always", "reference policy"), ("loading", "weights in float32")):
-                part[phase][name] *= policy_config.policy.source not in begun
+            part["always"]["reference policy"] *= policy_config.policy.source not in begun
             begun.add(policy_config.policy.source)
         parts.append(part)
     resident = {"optimizer", "critic", "reference policy", "rollout beside it", GOING_ON}

@@ -65,6 +65,8 @@ def merge(here: AllResults, there: AllResults) -> AllResults:
     """Merges both; of equal entries `here` counts, unless `there` is of a run that ended and was not shorter."""
 
     def of_cell(ours: Result | None, theirs: Result | None) -> Result | None:
+        if ours and theirs and ours.done == theirs.done and ours.iterations == theirs.iterations:
+            return ours.model_copy(update={"numbers": theirs.numbers | ours.numbers})
         if ours and theirs:
             return theirs if theirs.done > ours.done and theirs.iterations >= ours.iterations else ours
         return ours or theirs

@@ -33,8 +33,7 @@ def outside_code(config: Config) -> dict[str, dict]:
         sources[f"env.options.{option}"], places[f"env.options.{option}"] = options[option], place
     for field, place in places.items():
         if user_code.is_stale(place):
-            file, _, _ = place.rpartition(":")
-            raise ConfigError(f"{field}={sources[field]}: {file} has changed since this process read it; begin a new process")
+            raise ConfigError(f"{field}={sources[field]}: has changed since this process read it; begin a new process")
     now = {field: {"name": sources[field], **user_code.version(place)} for field, place in places.items()}
     template = config.env.template
     if template and not (path := template_file(template)).is_relative_to(TEMPLATES):

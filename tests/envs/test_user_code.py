@@ -278,7 +278,7 @@ def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(
     assert provenance.record(config, here, 2) == []
     (here / changed).write_text((here / changed).read_text().replace("\n", "\n\n", 1))
     if changed.endswith(".py"):  # this process has read it as it was
-        with pytest.raises(ConfigError, match=rf"{changed} has changed since this process read it; begin a new process$"):
+        with pytest.raises(ConfigError, match=rf"{changed}:\w+: has changed since this process read it; begin a new process$"):
             provenance.record(config, here, 3)
         monkeypatch.setattr(user_code, "_READ", {})  # as in a new one
     (warning,) = provenance.record(config, here, 3)

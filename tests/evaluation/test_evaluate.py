@@ -251,7 +251,8 @@ def test_fields_that_an_evaluation_depends_on():
         return {name for name in default if settings[name] != default[name]}
 
     for change in ("env.tasks=two", "evaluation.temperature=0.4", "rollout.history_length=1", "rollout.stop=x",
-                   "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16", "rollout.constrain=admissible"):  # fmt: skip
+                   "env.held_out=valid_unseen", "policy.compute_dtype=bfloat16", "rollout.constrain=admissible",
+                   "rollout.thinking=false"):  # fmt: skip
         assert changed(change) == {change.partition("=")[0]}
     for change in ("env.data=x", "env.workers=2", "evaluation.every=3", "mesh=data=1", "learner.lr=1"):
         assert not changed(change)
@@ -338,6 +339,16 @@ def test_passes_of_another_evaluation_are_removed(tmp_path):
     for _ in range(2):
         other = passes.Passes(tmp_path / "x.passes", {"policy": "B"})
         assert other("one", lambda: (e, None, ["other"]))[1:] == (None, ["other"])
+
+
+def test_a_pass_in_which_most_failed_is_not_kept(tmp_path):
+    """Else a command could never succeed after what failed was mended."""
+    e, scores, transcripts = held_out.play_held_out(fake_job(), None, Decoding())
+    broken = e.replace(mask=e.mask & False)
+    kept = passes.Passes(tmp_path / "x.passes", {})
+    assert kept("one", lambda: (broken, scores, transcripts))[0] is broken and not (tmp_path / "x.passes").exists()
+    assert kept("one", lambda: (e, scores, transcripts))[0] is e and (tmp_path / "x.passes" / "one.npz").is_file()
+    kept.end()
 
 
 def test_a_panel_is_played_under_one_seed_once_devices_are_open(evaluated, monkeypatch):

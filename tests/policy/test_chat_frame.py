@@ -21,7 +21,7 @@ from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving.text import ServedText
 from hgpo_jax.trainer.main import save_trained
-from tests.helpers.chat_tokenizers import FAMILIES, LLAMA3, LLAMA3_CALLS, family_tokenizer
+from tests.helpers.chat_tokenizers import CHATML, FAMILIES, LLAMA3, LLAMA3_CALLS, family_tokenizer
 
 VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])
 THOUGHT, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
@@ -98,6 +98,19 @@ def test_contents_are_changed_as_the_template_changes_them(template, content):
     messages = [{"role": role, "content": content} for role in ("system", "user", "assistant", "tool", "user")]
     shown = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **date)
     assert tokenizer.decode(ChatFrame(tokenizer).conversation(messages)) == shown
+
+
+@pytest.mark.parametrize("content", ["  Hi.\n", "Hi."])
+@pytest.mark.parametrize("template", [LLAMA3, AS_JSON, CHATML.format(first="''", content="m.content", last="")])
+def test_the_only_message_is_trimmed_as_the_template_trims_it(template, content, tmp_path):
+    tokenizer = family_tokenizer("llama3.2")
+    tokenizer.chat_template = template
+    (tmp_path / "t.txt").write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action")
+    (prompt,) = ChatFormat(ChatFrame(tokenizer), str(tmp_path / "t.txt")).build([PromptInput("", [], 0, content, [])])
+    shown = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024"
+    )  # fmt: skip
+    assert tokenizer.decode(prompt.ids) == shown
 
 
 def test_a_thought_that_a_template_cannot_switch_is_refused():

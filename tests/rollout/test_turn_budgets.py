@@ -1,20 +1,26 @@
 """Turn budgets: what prompts say, what the signal holds, whose they are, and what a run with them is refused for."""
 
+import contextlib
 import types
 
 import pytest
 from odd_env import Counting
+from test_host import MODEL
 from test_partial_rollout import MEMBERS, B, host_of, inputs, params, play
 
 from hgpo_jax.config import load
+from hgpo_jax.rollout.chat_prompts import load_template
+from hgpo_jax.rollout.environments import environment
+from hgpo_jax.rollout.runners import _chat_format
 from hgpo_jax.rollout.scripted_play import play as scripted
-from hgpo_jax.rollout.turn_budgets import with_budget
+from hgpo_jax.rollout.turn_budgets import goal_of, with_budget
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
 from hgpo_jax.setup.build import check_signals
 from hgpo_jax.setup.job import Job
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import rehearsal
 from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.refusals import refused
 
 BUDGETS = (3, 7)
@@ -37,7 +43,12 @@ def test_an_output_states_the_budget_of_its_episode():
     assert with_budget(EnvFailure("hung"), 5, BUDGETS) == EnvFailure("hung")
     for episode, budget in ((0, 3), (1, 7), (2, 3)):
         told = with_budget(output, episode, BUDGETS)
-        assert (told.goal, told.signals) == (f"find it. Use at most {budget} turns.", [float(budget), 0.25])
+        assert (told.goal, told.signals) == ("find it.", [float(budget), 0.25])  # what rewards are asked for does not change
+        assert goal_of(told) == f"find it. Use at most {budget} turns."
+    assert goal_of(output) == "find it."
+    for goal, budget, said in (("3 + 4", 1, "3 + 4. Use at most 1 turn."), ("Who?", 2, "Who? Use at most 2 turns.")):
+        assert goal_of(output._replace(goal=goal, budget=budget)) == said
+    assert goal_of(output._replace(goal="", budget=2)) == "Use at most 2 turns."
 
 
 @pytest.mark.parametrize("make_env, signals", [(Counting, ("budget",)), (Costly, ("budget", "cost"))])
@@ -48,7 +59,7 @@ def test_the_members_of_a_prompt_group_have_them_in_turn(make_env, signals):
     assert e.mask.sum() > B
     for episode in range(B):
         budget, played = BUDGETS[episode % MEMBERS], e.mask[episode]
-        assert report.goals[episode].endswith(f" Use at most {budget} turns.")
+        assert "turns" not in report.goals[episode]
         assert (e.signals[episode, played, 0] == budget).all() and not e.signals[episode, ~played].any()
         assert (e.signals[episode, played, 1:] == 0.5).all()
 
@@ -71,15 +82,15 @@ def test_the_prompts_hold_what_the_report_says():
     host._formats = {name: Written(form) for name, form in host._formats.items()}
     _, report = host(params(0), *inputs(0))
     (form,) = host._formats.values()
-    assert set(form.goals) == set(report.goals) and len(form.goals) >= B
+    wanted = {f"{goal}. Use at most {BUDGETS[n % MEMBERS]} turns.".removeprefix(". ") for n, goal in enumerate(report.goals)}
+    assert set(form.goals) == wanted and len(form.goals) >= B
 
 
 def test_partial_rollouts_keep_an_episodes_budget():
     results, _ = play(range(4), host_of(budgets=BUDGETS))
-    for e, report in results:
+    for e, _ in results:
         for episode in range(B):
             assert (e.signals[episode, e.mask[episode], 0] == BUDGETS[episode % MEMBERS]).all()
-            assert report.goals[episode].endswith(f"{BUDGETS[episode % MEMBERS]} turns.")
 
 
 def test_held_out_episodes_are_told_budgets_too():
@@ -106,6 +117,16 @@ def test_a_scripted_player_reads_them():
 def test_refusals(fields, said):
     with pytest.raises(ConfigError, match=f"^[^\n]*{said}[^\n]*$"):
         check_together(load(None, fields))
+
+
+def test_a_template_that_tells_no_goal_is_refused(tmp_path):
+    for text, right in (("$goal", True), ("Go on.", False)):
+        (tmp_path / "t.txt").write_text(f"== first ==\n$goal $observation\n== later ==\n{text} $history\n== entry ==\n$action")
+        assert load_template(str(tmp_path / "t.txt")).tells_goal == right
+        config = load("text_small", [f"env.template={tmp_path}/t.txt", "env.budgets=5"])
+        with contextlib.nullcontext() if right else pytest.raises(ValueError, match="in every first message"):
+            _chat_format(config, environment(config.env), byte_tokenizer(), MODEL)
+    assert load_template("conversation").tells_goal and load_template("webshop").tells_goal
 
 
 @pytest.mark.parametrize("fields", [["env.budgets=5,5,20"], ["env.budgets=7", "env.max_turns=7"]])

@@ -218,6 +218,22 @@ def test_a_session_is_silent_from_the_end_of_its_last_request_on(error):
     assert asyncio.run(asks()) < 500
 
 
+@pytest.mark.parametrize("what", ["spent", "ended", "overflowed", "refused"])
+def test_a_program_that_asks_on_after_a_refusal_is_silent(what):
+    """Else one that does so for ever would never be ended."""
+
+    async def asks() -> float:
+        session = Session("one", 2)
+        session._heard -= 1000
+        setattr(session, what, "again" if what == "refused" else True)
+        with contextlib.suppress(ApiError):
+            async with session.in_line(9.0, ""):
+                raise ApiError(400, "no")
+        return session.silent
+
+    assert asyncio.run(asks()) > 500
+
+
 def test_an_answer_at_a_stop_string_is_finished(recorded, policy, ended):
     """Only what its limit has cut is not."""
     text = ask(recorded, session="b").choices[0].message.content

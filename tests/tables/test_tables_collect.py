@@ -297,6 +297,9 @@ def test_numbers_of_evaluations_are_not_lost(tmp_path, small, collect):
     shutil.rmtree(runs / "far/hgpo/s0/evaluations")
     with pytest.raises(ConfigError, match="1 results would be lost, as far/hgpo/s0"):
         collect()
+    shutil.copy(tmp_path / "out" / "small.json", tmp_path / "before.json")
+    _, record = collect("runs", "--record", str(tmp_path / "before.json"))
+    assert "held_out/success" in next(cell for cell in record["cells"] if cell["cell"] == "far/hgpo/s0")["numbers"]
 
 
 def test_a_longer_run_counts_before_its_record_and_a_shorter_does_not(tmp_path, small, collect):

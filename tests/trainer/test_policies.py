@@ -18,6 +18,7 @@ from hgpo_jax.rollout.backend import role_names
 from hgpo_jax.rollout.environments import ENVIRONMENTS
 from hgpo_jax.setup import memory
 from hgpo_jax.setup.build import build, make_policies
+from hgpo_jax.setup.job import PolicySetup
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import step as iteration
 from hgpo_jax.trainer.behavior_cloning import demonstrations
@@ -198,10 +199,15 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache
     assert same(*map(jax.tree.structure, merged.values())) and not same(merged["searcher"], reference["searcher"])
     assert same(merged["carrier"], after.params["carrier"])
     alone = {"searcher": jax.tree.map(jnp.copy, reference["searcher"]), "carrier": reference["carrier"]}
-    for base, used_up in ((reference, False), (alone, True)):  # weights that two policies begin with are not used up
+    shared = dict.fromkeys(("searcher", "carrier"), jax.tree.map(jnp.copy, reference["searcher"]))
+    for base, used_up in ((shared, False), (alone, True)):  # the carrier comes after the searcher
         again = apart.merged_params(after.params, base, donate=True)
         assert same(again["searcher"], merged["searcher"])
         assert any(a.is_deleted() for a in jax.tree.leaves(base["searcher"])) == used_up
+    both = dict.fromkeys(("searcher", "carrier"), jax.tree.map(jnp.copy, reference["searcher"]))
+    adapters = job.by_policy(PolicySetup.trainable, both)
+    assert same(*job.merged_params(adapters, both, donate=True).values())
+    assert any(a.is_deleted() for a in jax.tree.leaves(both["searcher"]))
 
 
 @pytest.mark.slow  # one more update to compile
@@ -259,7 +265,7 @@ def test_memory_of_several_sets():
     beside = memory.bytes_of_run(load(None, adapters), mesh)["always"]["reference policy"]
     assert beside == one["always"]["reference policy"]
     alone = memory.bytes_of_run(load(None, [*adapters, "policy=Qwen/Qwen2.5-0.5B-Instruct", "warm_start=none"]), mesh)
-    assert alone["loading"]["weights in float32"] == alone["always"]["reference policy"]  # one copy, in float32, too
+    assert alone["loading"]["weights in float32"] == 2 * alone["always"]["reference policy"]  # one is merged, then the other
 
 
 TEXT = (
