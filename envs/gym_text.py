@@ -61,6 +61,9 @@ FACTS = {
 }
 
 
+SEEDS = 2**31  # many environments take no seed of more bits; tasks have 64
+
+
 class GymnasiumText:
     """One of Gymnasium's environments with discrete actions. A task is the seed of its reset.
 
@@ -135,7 +138,7 @@ class GymnasiumText:
 
     def reset(self, task: int) -> tuple[str, list[str]]:
         """Starts the task with this seed; returns the first observation and the commands to choose from."""
-        self._task, self._turns = int(task), 0
+        self._task, self._turns = int(task) % SEEDS, 0
         reset = self._levels.reset if self._levels else _reset
         observation, info = reset(self._env, self._task)
         self._past_actions: list[int] = []  # actions since the reset

@@ -241,9 +241,10 @@ def play(env, task: int, picture: Path | None = None) -> None:
             print("(That was not admissible; an agent is penalized for it.)")
         if done:
             break
-    score = f", score {info['score']:g}" if "score" in info else ""
+    score = f", score {info['score']:g}" if info.get("score") is not None else ""
+    outcome = "Success unknown" if info["won"] is None else "Solved" if info["won"] else "Not solved"
     _show(env, observation, picture)
-    print(f"\n{'Solved' if info['won'] else 'Not solved'} after {turn} turns: reward {reward:g}{score}.")
+    print(f"\n{outcome} after {turn} turns: reward {reward:g}{score}.")
 
 
 def _show(env, observation: str, picture: Path | None) -> None:

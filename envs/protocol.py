@@ -188,7 +188,8 @@ class TextEnv(Protocol):
     """A program on the host that is read and answered in text, one episode at a time, with tasks numbered from 0.
 
     It must be deterministic, because a worker that takes over an episode replays its actions. An environment with a fixed
-    number of tasks has it as its `len`; tasks of others are numbers below 2**64.
+    number of tasks has it as its `len`; tasks of others are numbers below 2**64. A class whose parameters include `held_out` is
+    made with `held_out=True` to be evaluated, and has other tasks then; else it is evaluated on what it is trained on.
     """
 
     max_turns: _MaxTurns

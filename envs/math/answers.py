@@ -56,6 +56,8 @@ def boxed(text: str) -> str | None:
         return text[begin:].partition("$")[0].strip() or None
     depth = 0
     for at in range(begin, len(text)):
+        if text[at - 1] == "\\" and text[at - 2] != "\\":
+            continue  # a brace that is shown, as in \left\{
         depth += (text[at] == "{") - (text[at] == "}")
         if not depth:
             return text[begin + 1 : at].strip()

@@ -1,19 +1,22 @@
-"""Problems from JSON Lines in the layouts of GSM8K and MATH: a folder with train.jsonl and test.jsonl.
+"""Problems from JSON Lines in the layouts of GSM8K, MATH and those that follow them: a folder with train.jsonl and test.jsonl.
 
-GSM8K's lines have `question` and `answer`, whose last line is "#### " and a number. MATH's have `problem`, and `answer` or a
-`solution` with the answer in \\boxed{}; `type` or `subject`, if they have one, is the kind of the problem.
+A line has a `question`, `problem` or `prompt`, a text or chat messages, of which the last is asked (DAPO-Math, verl). Its
+`answer`, `final_answer` or verl's `reward_model.ground_truth` is the answer, or ends with "#### " and it, as GSM8K's; else a
+`solution` is, or has it in \\boxed{}, as MATH's. `type` or `subject`, if there is one, is the kind of the problem.
 """
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hgpo_jax.envs.math import answers
 from hgpo_jax.envs.math.problems import Problem
 
 FILES = ("train.jsonl", "test.jsonl")
+QUESTIONS = ("question", "problem", "Question", "Problem", "prompt")
+ANSWERS = ("answer", "Answer", "final_answer")
 NO_VERIFIER = "needs math-verify to compare it; pip install 'hgpo_jax[math]'"
 
 
@@ -57,23 +60,39 @@ def _read(line: bytes, where: str) -> tuple[str, str, str]:
     except (ValueError, RecursionError):
         mend = "give one object on each line, no array" if line.lstrip().startswith(b"[") else "mend or remove it"
         raise ValueError(f"{where}: is no JSON; {mend}") from None
-    text = lambda name: value if isinstance(value := record.get(name), str) and value.strip() else ""  # noqa: E731
     if not isinstance(record, dict):
         raise ValueError(f"{where}: is no JSON object; give one with question and answer, or with problem and solution")
-    if question := text("question"):
-        _, mark, answer = text("answer").rpartition("####")
-        if not mark or answers.number(answer) is None:
-            raise ValueError(f'{where}: answer has no "#### " and a number at its end, as GSM8K\'s do')
-    elif question := text("problem"):
-        plain = record.get("answer")
-        answer = str(plain) if type(plain) in (int, float) else text("answer") or answers.boxed(text("solution")) or ""
-        if not answer:
-            raise ValueError(f"{where}: has no answer, and no \\boxed{{}} in its solution, as MATH's do")
-    else:
+    question = next(filter(None, (_text(record.get(name)) for name in QUESTIONS)), "")
+    if not question:
         raise ValueError(f"{where}: unknown layout; give question and answer as GSM8K, or problem and solution as MATH")
-    answer = answer.strip()
+    answer = _answer(record)
+    if not answer:
+        marks = "an answer, \"#### \" and a number at its end as GSM8K's, or \\boxed{} in a solution as MATH's"
+        raise ValueError(f"{where}: has no answer; give {marks}")
     if len(answer) > answers.LENGTH:
         raise ValueError(f"{where}: its answer has more than {answers.LENGTH} characters; shorten it, or remove the line")
     if answers.number(answer) is None and not answers.has_verifier():
         raise ValueError(f"{where}: the answer {answer!r:.40} {NO_VERIFIER}")
-    return text("type") or text("subject") or "problem", question.strip(), answer
+    return _text(record.get("type")) or _text(record.get("subject")) or "problem", question, answer
+
+
+def _answer(record: dict[str, Any]) -> str:
+    """Returns the answer of a record, "" if none is found."""
+    of_reward = record.get("reward_model")
+    values = [record.get(name) for name in ANSWERS] + [of_reward.get("ground_truth") if isinstance(of_reward, dict) else None]
+    for text in filter(None, map(_text, values)):
+        _, mark, last = text.rpartition("####")
+        if mark:
+            return last.strip() if answers.number(last) is not None else ""
+        if answer := answers.boxed(text) or (text if "\n" not in text else ""):
+            return answer
+    solution = _text(record.get("solution"))
+    return answers.boxed(solution) or (solution if answers.number(solution) is not None else "")
+
+
+def _text(value: Any) -> str:
+    """Returns a text or number as text, of a list with one item that, and of chat messages the last one's; "" for others."""
+    if isinstance(value, list) and value:
+        last = value[-1]
+        return _text(last.get("content")) if isinstance(last, dict) else _text(last) if len(value) == 1 else ""
+    return value.strip() if isinstance(value, str) else str(value) if type(value) in (int, float) else ""

@@ -4,9 +4,10 @@
     questions.jsonl            instead of both: every tenth one is held out
     passages.jsonl             passages; corpus.jsonl is read where there is none. Not needed with a retrieval server
 
-A question is {"question": "...", "golden_answers": ["...", ...]}, or has "answer", a text or a list, as in NQ-open and
-HotpotQA. A passage is {"id": "...", "contents": "\"title\"\ntext"} as in Search-R1 and FlashRAG, or {"title": "...",
-"text": "..."} as in BEIR. Other fields are ignored.
+A question is {"question": "...", "golden_answers": ["...", ...]}, or has "answers" or "answer", a text or a list, as in
+NQ-open and HotpotQA, or TriviaQA's value and aliases; MuSiQue's "answer_aliases" count, too, and verl's "reward_model" where
+there is nothing else. A passage is {"id": "...", "contents": "\"title\"\ntext"} as in Search-R1 and FlashRAG, or {"title":
+"...", "text": "..."} as in BEIR. Other fields are ignored.
 """
 
 from __future__ import annotations
@@ -79,14 +80,29 @@ def read_questions(file: Path) -> tuple[Question, ...]:
     """Reads a file of questions. Raises ValueError, which names the file and the line."""
     questions = []
     for place, record in _records(file):
-        text, answers = record.get("question"), record.get("golden_answers", record.get("answer"))
-        answers = answers if isinstance(answers, list) else [answers]
+        text, answers = record.get("question"), _answers(record)
         if not answers or not all(map(_is_text, [text, *answers])):
             raise ValueError(f"{place}: is no question; expected {_QUESTION}, texts of 1 to {MAX_QUESTION} characters")
         questions.append(Question(" ".join(str(text).split()), tuple(answers)))
     if not questions:
         raise ValueError(f"{file}: has no questions; give one a line, {_QUESTION}")
     return tuple(questions)
+
+
+def _answers(record: dict[str, Any]) -> list[Any]:
+    """Returns the answers of a record, each once, without empty ones."""
+    of_reward = record.get("reward_model")
+    truth = of_reward.get("ground_truth") if isinstance(of_reward, dict) else None
+    given = [record.get(name) for name in ("golden_answers", "answers", "answer")]
+    given.append(truth.get("target") if isinstance(truth, dict) else truth)
+    value: Any = next((value for value in given if value not in (None, [], "")), [])
+    if isinstance(value, dict):  # TriviaQA's
+        value = [value.get("value"), *(value.get("aliases") or [])]
+    aliases = record.get("answer_aliases") or []  # MuSiQue's
+    found = [*(value if isinstance(value, list) else [value]), *(aliases if isinstance(aliases, list) else [aliases])]
+    found = [str(each) if type(each) in (int, float) else each for each in found]
+    empty = lambda each: each is None or (isinstance(each, str) and not each.strip())  # noqa: E731
+    return [each for n, each in enumerate(found) if not empty(each) and each not in found[:n]]
 
 
 def read_passages(file: Path) -> Iterator[str]:

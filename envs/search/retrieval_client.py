@@ -21,7 +21,9 @@ from urllib.parse import urlsplit
 
 from hgpo_jax.envs.command_line import one_line
 
-TIME_LIMIT, TRIES, WAIT = 10.0, 3, 0.2  # seconds of a request; requests; seconds before the second one, then twice as many
+TIME_LIMIT, TRIES, WAIT = 10.0, 7, 0.2  # seconds of a request; requests; seconds before the second one, then twice as many
+SLOW = 3  # requests that gave no answer in time, after which no other is sent
+BUSY = (408, 429)  # what a server or proxy answers where a later try may help
 REST = 30.0  # seconds for which a server that never answered is not asked again: other episodes would wait as long
 MAX_BYTES = 16_000_000  # of an answer
 
@@ -31,7 +33,11 @@ class RetrievalError(RuntimeError):
 
 
 class _Unanswered(Exception):
-    """The reason why another try may help."""
+    """The reason why another try may help. late: whether the time was over."""
+
+    def __init__(self, reason: str, late: bool = False):
+        super().__init__(reason)
+        self.late = late
 
 
 class RetrievalServer:
@@ -64,16 +70,19 @@ class RetrievalServer:
         if time.monotonic() < failed + REST:
             raise RetrievalError(reason)
         body = json.dumps({"queries": list(queries), "topk": k, "return_scores": True}).encode()
+        late = 0
         for tried in range(self._tries):
             if tried:
                 time.sleep(WAIT * 2 ** (tried - 1))
             try:
                 return _read(self._post(body), len(queries), k)
             except _Unanswered as error:
-                reason = str(error)
+                reason, late = str(error), late + error.late
+                if late == SLOW:
+                    break
             except ValueError as error:
                 raise RetrievalError(one_line(f"{self._url}: {error}")) from None
-        self._silent = time.monotonic(), one_line(f"{self._url}: {reason}, {self._tries} times")
+        self._silent = time.monotonic(), one_line(f"{self._url}: {reason}, {tried + 1} times")
         raise RetrievalError(self._silent[1])
 
     def _post(self, body: bytes) -> bytes:
@@ -96,14 +105,14 @@ class RetrievalServer:
             content = answer.read(MAX_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
             if late.is_set() or isinstance(error, TimeoutError):
-                raise _Unanswered(f"gave no answer in {self._time_limit:g} s") from None
+                raise _Unanswered(f"gave no answer in {self._time_limit:g} s", late=True) from None
             raise _Unanswered(f"cannot be asked ({type(error).__name__}: {error!s:.100})") from None
         finally:
             timer.cancel()
             connection.close()
         if late.is_set():
-            raise _Unanswered(f"gave no answer in {self._time_limit:g} s")
-        if answer.status >= 500:
+            raise _Unanswered(f"gave no answer in {self._time_limit:g} s", late=True)
+        if answer.status >= 500 or answer.status in BUSY:
             raise _Unanswered(f"answered with status {answer.status}")
         if answer.status != 200:
             raise ValueError(f"answered with status {answer.status}")

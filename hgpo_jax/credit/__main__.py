@@ -73,7 +73,7 @@ def take(args) -> None:
     names = [file_name(args.setting or config.name, config.seed) for config in map(read_config, runs)]
     if twice := [name for name in names if names.count(name) > 1]:
         raise ConfigError(f"--run: {len(twice)} of them would make {twice[0]}-*.npz; give each in a call with its --setting")
-    never: list[str] = []
+    never: dict[str, make.NeverNear] = {}
     for run in runs or (train(args, folder, seed) for seed in args.seeds):
         config = read_config(run)
         setting = args.setting or config.name
@@ -84,10 +84,11 @@ def take(args) -> None:
                 make.make(run, file, setting, level, **sizes)
             except make.NeverNear as error:  # other levels and seeds may be
                 say(f"{file} is left out: {error}")
-                never.append(file.name)
-    if any(folder.glob("*.npz")):
-        card.write(folder)
-        say(f"{folder / card.FILE}")
+                never[file.name] = error
+    if never and not any(folder.glob("*.npz")):
+        raise next(iter(never.values()))
+    card.write(folder)
+    say(f"{folder / card.FILE}")
     if never:
         raise RunError(f"{folder}: lacks {', '.join(never)}, whose levels no checkpoint was near")
 

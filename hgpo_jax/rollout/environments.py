@@ -56,6 +56,7 @@ class Environment:
     free_text: whether actions may hold any words, so that commands are no complete list.
     max_turns: that of a user's own environment; for built-in ones it is a field.
     digest: hash of the code of a user's own environment, "" for built-in ones.
+    splits: whether the tasks to evaluate on are others than those to train on.
     """
 
     options: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class Environment:
     free_text: bool = False
     max_turns: int | None = None
     digest: str = ""
+    splits: bool = True
 
 
 def _from_fields(make: type, options: tuple[str, ...], config: Config):
@@ -286,4 +288,7 @@ def _from_outside(label: str, name: str, options: str, time_limit: float) -> Env
     about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": digest}
     if compiled:
         return Environment(compiled=lambda _: env, expert=expert_of(env), pictures=isinstance(env, Pictured), **about)
-    return Environment(text=lambda _: (make, make), **about)
+    target, given, held_out = user_code.load(name)[1], json.loads(options), make
+    if split := "held_out" not in given and any(each.name == "held_out" for each in user_code.parameters(target)):
+        held_out = functools.partial(user_code.make, name, user_code.options(target, given | {"held_out": True}))
+    return Environment(text=lambda _: (make, held_out), splits=split or not hasattr(env, "__len__"), **about)

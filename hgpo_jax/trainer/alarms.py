@@ -16,7 +16,7 @@ from hgpo_jax.utils.errors import RunError
 FEW_PEERS = 0.02  # of the steps after the first step, which all episodes of a prompt group share
 NEVER_WON = 10  # iterations with rewards above 0 but no success
 MANY_CUT = 0.05  # of the prompts
-MANY_FAILED = 0.1  # of the episodes of programs, by one cause
+MANY_FAILED = 0.1  # of the episodes; of those of programs, by one cause
 MANY_WRONG = 0.5  # of the answers of text environments
 LARGEST_RATIO = 1.2  # of the mean importance ratio of an iteration, or of its inverse
 LARGEST_KL = 0.1  # how far an update moves the policy, nats per token
@@ -101,6 +101,12 @@ class Alarms:
         for name in (name for name in row if name.startswith("failed/") and row[name] > MANY_FAILED):
             cause = name.removeprefix("failed/").replace("_", " ")
             wrong[name] = f"{row[name]:.0%} of the episodes failed, by {cause}; the log says how the first one did"
+        batch = self._config.rollout.prompt_groups * self._config.rollout.group_size
+        if (excluded := row.get("excluded", 0)) > MANY_FAILED * batch:
+            wrong["excluded"] = (
+                f"{excluded:.0f} of {batch} episodes failed and are left out, so that only the others are learned from; "
+                "the log says how they failed"
+            )
         if failed:
             wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
         wrong |= self._about_the_environment(row)

@@ -140,7 +140,8 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
             )
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             runner.close()
-            say(f"{config.env.name}: {counts[0]} tasks to train on, {counts[1]} held out")
+            held_out = f"{counts[1]} held out" if entry.splits else "the same to evaluate on"
+            say(f"{config.env.name}: {counts[0]} tasks to train on, {held_out}")
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for each, phases in plans:
@@ -201,6 +202,9 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
         say(f"{count} workers{' on a Ray cluster' * ray} play {config.env.name}; {limit}")
     if config.env.retriever and not config.env.workers:
         say(f"env.retriever={config.env.retriever}: is asked one query at a time; env.workers=16 asks as many at once")
+    if not environment(config.env).splits:
+        also = "give its class a parameter held_out, with which it has others (hgpo_jax/envs/protocol.py)"
+        say(f"env.name={config.env.name}: the tasks to evaluate on are those to train on; {also}")
     for fault in faults:
         if jax.process_index() == 0:
             warn(fault)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -30,11 +31,10 @@ class WeightsAndBiases:
     def __init__(self, folder: Path, project: str, config: dict):
         import wandb  # optional
 
-        name = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
         self._run = wandb.init(
             project=project,
             dir=str(folder),
-            id=name,
+            id=_identity(folder),
             name=folder.name,
             resume="allow",
             config=config,
@@ -46,6 +46,19 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _identity(folder: Path) -> str:
+    """Returns the id of a folder's run, which is kept there: another run in a folder of this place is another one."""
+    file = folder / "wandb" / "id.txt"
+    if file.is_file():
+        return file.read_text().strip()
+    if file.parent.is_dir():  # of a version before 0.10.0, whose ids were made of places
+        return hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    file.parent.mkdir(parents=True)
+    with atomic_write(file) as out:
+        out.write(identity := secrets.token_hex(8))
+    return identity
 
 
 class Logger(Protocol):

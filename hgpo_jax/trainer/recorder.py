@@ -15,6 +15,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.trainer.metrics import Logger, MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics, unknown_by_role
+from hgpo_jax.utils.errors import RunError
 from hgpo_jax.utils.heartbeat import current, phase
 from hgpo_jax.utils.progress import Progress, warn
 
@@ -104,9 +105,13 @@ class Recorder:
             self._writer.write(row)
             self._progress.update(1, live_line(row), seconds=sum(spent.values()))
             self._call_back(dict(row))
-        for warning in self._alarms.check(row, episodes):
-            if self._writes:
-                warn(warning)
+        try:
+            warnings = self._alarms.check(row, episodes)
+        except RunError as error:  # as in `_call_back`
+            self._raised = error
+            return
+        for warning in warnings if self._writes else ():
+            warn(warning)
 
     def _call_back(self, row: dict) -> None:
         try:
@@ -118,7 +123,7 @@ class Recorder:
     def wait(self, dumps: bool = False) -> None:
         """Waits for the most recent row and raises its errors; with `dumps`, waits until everything is on disk.
 
-        What `on_iteration` raised is raised once.
+        What `on_iteration` or an alarm raised is raised once.
         """
         if self._row:
             self._row.result()

@@ -164,6 +164,21 @@ def test_a_text_one_that_worker_processes_make_again(here):
     assert done.stdout.decode().split() == ["guess", "6", "False"]
 
 
+def test_one_that_takes_held_out_is_evaluated_on_other_tasks(here):
+    """Else one of a fixed number of tasks says that it is evaluated on those of training."""
+    text = (here / "games.py").read_text()
+    (here / "split.py").write_text(text.replace("max_turns: int = 3", "max_turns: int = 3, held_out: bool = False"))
+    entry = environment(checked("env.name=./split.py:Guess").env)
+    train, held_out = entry.text(None)
+    assert entry.splits and train.args[1] == {} and held_out.args[1] == {"held_out": True}
+    held_out().reset(3)
+    chosen = environment(checked("env.name=./split.py:Guess", "env.options.held_out=true").env)
+    assert chosen.text(None)[0] is chosen.text(None)[1]
+    assert environment(checked("env.name=./games.py:Guess").env).splits  # whose tasks are numbers
+    (here / "listed.py").write_text(text + "\n    def __len__(self):\n        return 200\n")
+    assert not environment(checked("env.name=./listed.py:Guess").env).splits
+
+
 def test_a_value_without_a_type_is_read_as_in_a_configuration():
     def make(size: int = 1, **others):
         return size, others

@@ -69,6 +69,18 @@ def test_tasks_are_seeds_of_everything_random():
     assert used.reset(np.uint64(3)) == episodes[3][0]
 
 
+def test_seeds_fit_into_31_bits():
+    """Many environments take no others; tasks have 64."""
+    env = GymnasiumText("FrozenLake-v1")
+    seeds = []
+    env._env.unwrapped.reset = (lambda reset: lambda *, seed, **more: seeds.append(seed) or reset(seed=seed, **more))(
+        env._env.unwrapped.reset
+    )
+    for task in (5, 2**31 + 5, LARGEST):
+        env.reset(task)
+    assert seeds == [5, 5, 2**31 - 1]
+
+
 def test_options_have_the_types_of_its_arguments_and_others_are_gymnasiums():
     given = {"id": "FrozenLake-v1", "actions": "w,s,e,n", "won_above": "0.5", "max_turns": "7", "map_name": "8x8"}
     env = GymnasiumText(**user_code.options(GymnasiumText, given))

@@ -117,13 +117,32 @@ def test_the_layouts_of_gsm8k_and_math(tmp_path):
     assert (train.goal, train.task_types[train.task_type]) == ("Half of one?", "Algebra") and not hasattr(train, "expert")
 
 
+ASKED = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2?"}]
+
+
+@pytest.mark.parametrize(("line", "found"), [
+    ({"question": "2?", "answer": "72"}, "72"), ({"question": "2?", "answer": 72}, "72"),  # AIME and AMC
+    ({"Problem": "2?", "Answer": 204, "Solution": "So."}, "204"),
+    ({"question": "2?", "final_answer": ["$2$"]}, "$2$"),  # OlympiadBench
+    ({"prompt": ASKED, "reward_model": {"ground_truth": "34", "style": "rule"}}, "34"),  # DAPO-Math, and verl's files
+    ({"prompt": "2?", "solution": "34"}, "34"), ({"problem": "2?", "answer": "\\boxed{34}"}, "34"),
+    ({"problem": "2?", "answer": "", "solution": "So \\boxed{34}."}, "34"),
+    ({"problem": "2?", "solution": "So $\\boxed{\\left\\{ 3 \\right.}$"}, "\\left\\{ 3 \\right."),
+    ({"question": "2?", "answer": "1 + 1 = 2\n#### 2", "final_answer": "3"}, "2"),
+])  # fmt: skip
+def test_layouts_of_the_hub(line, found):
+    assert data._read(json.dumps(line).encode(), "line 1") == ("problem", "2?", found)
+
+
 @pytest.mark.parametrize(("line", "said"), [
     (b"{", "is no JSON; mend"), (b"[", "is no JSON; give one object on each line, no array"),
     (b"\xff", "is no JSON"), (b"[" * 9999, "is no JSON"), (b"3", "is no JSON object"),
-    ({"question": "2?", "answer": "2"}, "answer has no"), ({"question": "2?", "answer": "#### two"}, "answer has no"),
+    ({"question": "2?", "answer": "It is\ntwo."}, "has no answer"), ({"question": "2?", "answer": "#### two"}, "has no answer"),
+    ({"question": "2?", "answer": "It is two. " * 30}, "its answer has more than 200 characters"),
     ({"problem": "2?", "solution": "two"}, "has no answer"),
     ({"problem": "2?", "answer": "1" * 201}, "its answer has more than 200 characters"),
-    ({"prompt": "2?"}, "unknown layout"), ({"question": 3}, "unknown layout"), ({}, "unknown layout"),
+    ({"prompt": "2?"}, "has no answer"), ({"question": [3, 4]}, "unknown layout"), ({}, "unknown layout"),
+    ({"prompt": "2?", "reward_model": {}}, "has no answer"), ({"question": "2?", "answer": None}, "has no answer"),
 ])  # fmt: skip
 def test_damaged_lines_are_named(line, said, tmp_path):
     folder = folder_of(tmp_path, [GSM8K, line])

@@ -143,10 +143,24 @@ def test_layouts_of_questions_and_passages(tmp_path):
     assert [q.text for q in held_out] == ["10?", "20?"] and len(train) == 18
 
 
+@pytest.mark.parametrize(("record", "found"), [
+    ({"golden_answers": None, "answer": "x"}, ("x",)),  # frames that were put together
+    ({"answers": ["x", "y"]}, ("x", "y")), ({"golden_answers": ["x", "", 1999, "x"]}, ("x", "1999")),
+    ({"answer": {"value": "x", "aliases": ["X", "x"]}}, ("x", "X")),  # TriviaQA
+    ({"answer": "x", "answer_aliases": ["y"]}, ("x", "y")),  # MuSiQue
+    ({"reward_model": {"ground_truth": {"target": ["x"]}}}, ("x",)), ({"golden_answers": ["x"], "answer": "y"}, ("x",)),
+])  # fmt: skip
+def test_answers_in_the_layouts_of_the_hub(tmp_path, record, found):
+    (tmp_path / "q.jsonl").write_text(json.dumps({"question": "q?"} | record))
+    (question,) = read_questions(tmp_path / "q.jsonl")
+    assert question.answers == found
+
+
 @pytest.mark.parametrize(("record", "reason"), [
     ("{\n", "is no JSON"), ("[1]\n", "is no JSON object"), ("[" * 100_000 + "\n", "is no JSON"), ("\x00\n", "is no JSON"),
     ({"question": "x"}, "expected"), ({"question": "x", "golden_answers": []}, "expected"),
-    ({"question": "x", "golden_answers": [1]}, "expected"), ({"question": "", "answer": "x"}, "expected"),
+    ({"question": "x", "golden_answers": [["y"]]}, "expected"), ({"question": "", "answer": "x"}, "expected"),
+    ({"question": "x", "golden_answers": ["", None]}, "expected"), ({"question": "x", "answer": {"aliases": None}}, "expected"),
     ({"question": "x" * 100_000, "answer": "x"}, "4000 characters"), ({"query": "x", "answers": ["y"]}, "golden_answers"),
 ])  # fmt: skip
 def test_damaged_questions_are_refused_with_their_line(tmp_path, record, reason):
@@ -280,6 +294,18 @@ def test_a_server_that_misbehaves_fails_the_episode_in_one_line(mock, answer, re
     assert len(Mock.asked) == (tries if tries > 1 else 2)  # a server that never answered is left alone for a while
 
 
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_server_that_is_busy_or_restarts_is_asked_again(mock, status):
+    server = mock(*[(status, b"")] * 6, GOOD)
+    assert server.retrieve(["red"], 2) == [[("red", 2.0), ("wine", 1.0)]] and len(Mock.asked) == 7
+
+
+def test_a_server_that_gives_no_answer_in_time_is_asked_three_times(mock):
+    server = mock(hang, time_limit=0.1)
+    with refused("gave no answer in 0.1 s, 3 times", RetrievalError):
+        server.retrieve(["red"], 2)
+
+
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://", "http://x:99999", "http://[x"])
 def test_what_is_no_url_is_refused(url):
     with refused("give http://HOST:PORT"):
@@ -294,7 +320,8 @@ def test_the_command_refuses_a_port_that_is_taken(tmp_path, monkeypatch):
             search_server.main()
 
 
-def test_our_own_server_speaks_the_protocol(tmp_path):
+def test_our_own_server_speaks_the_protocol(tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieval_client, "WAIT", 0.001)
     passages = opened(tmp_path, TEXTS)
     with served(search_server.application(passages)) as url:
         url = url.removesuffix("/v1")

@@ -99,6 +99,14 @@ def test_causes_by_which_many_programs_fail_are_said_once_each():
     assert len(alarms.check(row(2, **{"failed/crash": 0.5, "failed/no_reward": 0.25}))) == 1
 
 
+def test_many_episodes_that_are_left_out_are_said_once():
+    """Of those whose environment failed nothing is learned, which may be all that did what fails."""
+    alarms = Alarms(load(None, ["rollout.prompt_groups=4", "rollout.group_size=5"]))
+    assert alarms.check(row(0, excluded=2.0)) == []
+    (said,) = alarms.check(row(1, excluded=3.0))
+    assert said.startswith("iteration 2: 3 of 20 episodes failed and are left out") and alarms.check(row(2, excluded=3.0)) == []
+
+
 def test_a_failing_reward_function_is_said_once():
     alarms = Alarms(load())
     assert alarms.check(row(0, **{"reward/failed": 3.0})) == [

@@ -1,12 +1,14 @@
 """What a run writes for people: rows that survive an interruption, and a picture of them."""
 
+import hashlib
 import json
 import math
+import re
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from hgpo_jax.trainer.metrics import MetricsWriter, WeightsAndBiases, flatten, read_metrics, unknown_by_role
+from hgpo_jax.trainer.metrics import MetricsWriter, WeightsAndBiases, _identity, flatten, read_metrics, unknown_by_role
 from hgpo_jax.trainer.tensorboard import TensorBoard
 from hgpo_jax.utils.errors import ConfigError
 
@@ -133,6 +135,17 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch, capsys):
     write(tmp_path, [row(1)], keep=1, loggers={"Weights & Biases": make})  # the run goes on
     assert "warning" not in capsys.readouterr().err
     assert sum(path.stat().st_size > 0 for path in tmp_path.glob("wandb/offline-run-*/*.wandb")) == 2
+
+
+def test_a_run_of_weights_and_biases_is_its_folders_wherever_that_lies(tmp_path):
+    """Another run in a folder of the same place is another one."""
+    first = _identity(tmp_path / "run")
+    assert re.fullmatch("[0-9a-f]{16}", first) and _identity(tmp_path / "run") == first
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert _identity(tmp_path / "moved") == first != _identity(tmp_path / "run")
+    (tmp_path / "old" / "wandb").mkdir(parents=True)  # of a version that named it by its place
+    assert _identity(tmp_path / "old") == hashlib.sha256(str(tmp_path / "old").encode()).hexdigest()[:16]
+    assert not (tmp_path / "old" / "wandb" / "id.txt").exists()
 
 
 def test_of_a_role_without_a_turn_only_that_is_known():

@@ -236,6 +236,8 @@ def test_a_batch_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(ca
     last = said.splitlines()[-1]
     assert last.startswith("error: iteration 4: ") and "after 3 such iterations in a row" in last
     assert "Traceback" not in said
+    assert "4 of " in said and " iterations are saved; continue with --resume run" in said
+    assert max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir()) == 4
 
 
 def test_killed_again_and_again(undisturbed):
