@@ -109,7 +109,7 @@ def alfworld(folder: str) -> list[dict]:
 def webshop(folder: str) -> list[dict]:
     """Measures WebShop's engine on a catalogue."""
     times: dict[str, list[float]] = {"load": [], "reset": [], "click": [], "search": []}
-    items, attributes = webshop_files(folder)
+    items, attributes, *_ = *webshop_files(folder), None
     with clock(times["load"]):
         shop = load_shop(items, attributes)
     visit(shop, times)

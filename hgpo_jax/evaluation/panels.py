@@ -76,7 +76,10 @@ def _goals(config: Config, count: int) -> list[str]:
     for task in range(len(env)):
         env.reset(task)
         lines.append(env.goal)
-    lines[0] += "".join(f" {file.name} {_short(file.read_bytes())}" for file in environments.webshop_files(config.env.data))
+    files = environments.webshop_files(config.env.data)
+    if len(files) == 1:
+        raise ConfigError(f"env.data={config.env.data}: --panel webshop is of WebShop's own files, not of a built catalogue")
+    lines[0] += "".join(f" {file.name} {_short(file.read_bytes())}" for file in files)
     return lines
 
 

@@ -110,10 +110,16 @@ def webshop_text(config: Config) -> Makers:
 
 
 def webshop_files(folder: str) -> list[Path]:
-    """Returns the catalogue and the attributes in a folder of WebShop's files. Raises ValueError."""
+    """Returns the catalogue and the attributes in a folder of WebShop's files; of a built catalogue, the folder alone.
+
+    The processes of `env.workers` share what is mapped from a built one. Raises ValueError.
+    """
+    if Path(folder, "meta.json").is_file():  # which is written last
+        return [Path(folder)]
     files = [sorted(Path(folder).glob(f"{stem}*.json*"))[:1] for stem in ("items_shuffle", "items_ins")]
     if not all(files):
-        raise ValueError("expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it")
+        built = "or a catalogue that hgpo_jax.envs.webshop.catalogue has built"
+        raise ValueError(f"expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it, {built}")
     return [file for (file,) in files]
 
 

@@ -117,12 +117,14 @@ class Checkpoints:
     def save(self, iterations: int, state, success: float | None = None) -> None:
         """Starts writing once `state` is computed and the previous write is complete; `state` may be donated right after.
 
-        success: the validation success of this state.
+        success: the validation success of this state. With it, a checkpoint of so many iterations is written again.
 
         Raises:
           RunError: the previous checkpoint or this one could not be written.
         """
         try:
+            if success is not None and self.latest() == iterations:  # of a run that was interrupted in its validation
+                self._manager.delete(iterations)
             self._manager.save(
                 iterations,
                 args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}),

@@ -196,9 +196,9 @@ class Training:
         return sampler
 
     def _save(self, success: float | None = None) -> None:
-        """Saves a checkpoint of the iterations done unless one exists; it relies on the rows and dumps before it."""
+        """Saves a checkpoint of the iterations done, unless there is one and `success` is None, behind their rows and dumps."""
         with self.stop.defer_signals():
-            if self.done and self.checkpoints.latest() != self.done:
+            if self.done and (success is not None or self.checkpoints.latest() != self.done):
                 self.recorder.wait(dumps=True)
                 self.checkpoints.save(self.done, self.state.to_checkpoint(), success)
                 self.stop.saved = self.done

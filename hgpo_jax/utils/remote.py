@@ -132,6 +132,8 @@ def _upload(folder: Path, claim: str = "") -> None:
     fs, root, there = _open(state["url"])
     if not claim and state["writer"] and state["writer"] != there["writer"]:
         raise ConfigError(f"{state['url']}: another process writes this run by now; what this one has is in {folder}")
+    if claim and not there["writer"]:  # else a process that dies while it copies would leave files of no run
+        fs.pipe_file(f"{root}/{MANIFEST}", json.dumps({"writer": claim, "files": {}}).encode())
     new = [name for name, about in here.items() if there["files"].get(name) != about]
     old = (state["files"].keys() - here.keys()) & there["files"].keys()  # other commands may have added more
     fs.put([str(folder / name) for name in new], [f"{root}/{name}" for name in new])

@@ -125,6 +125,15 @@ def test_what_is_kept(tmp_path):
     assert kept(tmp_path / "best") == [2, 6, 7]
 
 
+def test_one_that_was_saved_before_its_validation_can_still_be_the_best(tmp_path):
+    """A run that is interrupted in a validation is saved without its success, and validates again."""
+    keep = {"keep_checkpoints": 1, "keep_best": 1}
+    write(tmp_path / "c", [1], **keep)
+    write(tmp_path / "c", [1, 2, 3], {1: 0.9, 2: 0.5}, **keep)
+    assert kept(tmp_path / "c") == [1, 3]
+    assert_is(restored(tmp_path / "c", 1), 1)
+
+
 def test_it_is_restored_to_where_the_run_has_its_arrays(written):
     mesh = make_mesh("data=8")
     split = NamedSharding(mesh, PartitionSpec("data"))

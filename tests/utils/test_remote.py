@@ -114,6 +114,29 @@ def test_an_upload_that_breaks_off_leaves_a_whole_run(url, run, tmp_path, monkey
     assert texts(remote.fetch(url, str(tmp_path / "second"))) == texts(run)
 
 
+def test_a_run_that_breaks_off_in_its_first_upload_can_begin_again(url, tmp_path, monkeypatch):
+    """Files without a manifest would be none of a run's for ever."""
+    folder = remote.fetch(url, str(tmp_path / "first"), begins=True)
+    written(folder, {"config.yaml": "{}", "metrics.jsonl": "{}\n"})
+    put = MemoryFileSystem.put_file
+
+    def breaks_off(self, here, there, *args, **more):
+        put(self, here, there, *args, **more)
+        raise OSError("killed")
+
+    monkeypatch.setattr(MemoryFileSystem, "put_file", breaks_off)
+    with pytest.raises((RunError, ConfigError), match="killed"), remote.writing(folder):
+        pass
+    monkeypatch.undo()
+    assert in_bucket(url)
+    second = remote.fetch(url, str(tmp_path / "second"), begins=True)
+    assert texts(second) == {}
+    written(second, {"config.yaml": "{}"})
+    with remote.writing(second):
+        pass
+    assert texts(remote.fetch(url, str(tmp_path / "third"))) == {"config.yaml": "{}"}
+
+
 def test_failures_while_a_run_is_written(url, run, monkeypatch, capsys):
     failed = f"{url}: cannot be written, everything is in {run}: OSError: no network"
     with pytest.raises(RunError, match=failed), remote.writing(run):

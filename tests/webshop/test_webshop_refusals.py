@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 from webshop_tiny import ATTRIBUTES, HUMAN, ITEMS, values, write
 
+from hgpo_jax import config as configuration
 from hgpo_jax.envs.webshop import load_shop
 from hgpo_jax.envs.webshop.catalogue import FORMAT, Catalogue, build
 from hgpo_jax.envs.webshop.products import read_products
+from hgpo_jax.evaluation import panels
+from hgpo_jax.rollout.environments import webshop_files, webshop_text
+from hgpo_jax.utils.errors import ConfigError
 
 GOOD = ITEMS[0]
 WISH = ATTRIBUTES["B000000001"]
@@ -133,3 +137,17 @@ def test_missing_price_and_options_are_fine(tmp_path):
     assert shop.price("B000000001") == 100.0
     with pytest.raises(KeyError, match="no product 'B3'"):
         shop.price("B3")
+
+
+def test_a_built_catalogue_is_played_and_makes_no_panel(tiny_files, tmp_path):
+    """It is mapped, so that the processes of env.workers share it."""
+    build(read_products(*tiny_files[:2]), tmp_path / "built")
+    config = configuration.load(None, ["env.name=webshop", f"env.data={tmp_path / 'built'}", "warm_start=none"])
+    assert webshop_files(config.env.data) == [tmp_path / "built"]
+    with pytest.raises(ConfigError, match="panel webshop is of WebShop's own files, not of a built catalogue"):
+        panels.panel_tasks("webshop", config)
+    train, _ = webshop_text(config)
+    assert train.args == (tmp_path / "built",)
+    from_files = load_shop(*tiny_files[:2], order="original")
+    ours = load_shop(*train.args, order="original")
+    assert [ours.goals[n] for n in range(len(ours.goals))] == [from_files.goals[n] for n in range(len(from_files.goals))]
