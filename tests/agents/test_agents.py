@@ -170,6 +170,7 @@ def test_a_command_that_cannot_be_started_is_a_reason(tmp_path):
         assert commands.run(Session("x", 1), {}) == ("crash", "its command wrote more than 67,108,864 bytes")
 
 
+@pytest.mark.slow  # processes that fail
 def test_where_all_fail_the_run_ends():
     too_long = "failed in all 6 episodes, in the first one: its first prompt is longer than rollout.prompt_limit"
     with pytest.raises(RunError, match=too_long):

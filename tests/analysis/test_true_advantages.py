@@ -94,6 +94,7 @@ def exact(job, played) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array(found).T)
 
 
+@pytest.mark.slow  # thousands of continuations
 def test_advantages_and_values_are_the_true_ones_up_to_their_standard_errors(job, played):
     params, tasks, e = played
     advantages, values = exact(job, played)

@@ -18,7 +18,7 @@ from tests.helpers.tiny import mesh_of
 from tests.helpers.training import TINY
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_two_parts_of_a_run_draw_from_one_random_key(monkeypatch, tmp_path, seed):
     """All that samples and shuffles in a run is run, and what it is given noted; rollouts and updates are empty."""
     fields = [*TINY, "warm_start=cloning", "cloning.max_steps=6", "cloning.check_every=1", "cloning.episodes=8", f"seed={seed}"]

@@ -139,6 +139,7 @@ def moved(params) -> list:
     return jax.tree.leaves(jax.tree.map(lambda a, b: np.abs(a - b).max(), params, parameters(0)))
 
 
+@pytest.mark.slow  # one more update to compile
 def test_words_of_others_mean_nothing_even_those_beyond_the_vocabulary(batch):
     """As those of a role whose policy has another tokenizer: they stand in unused entries of micro-batches."""
     count = COUNT - 1  # the last of 3 mini-batches has 5 decisions, and its second micro-batch of 3 an unused entry

@@ -208,6 +208,7 @@ def test_rotary_frequencies(tmp_path):
 # ---- the tokenizer ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # nine seconds
 def test_the_folder_holds_the_tokenizer(tmp_path):
     write(tmp_path / "m.gguf")
     tokenizer = load_policy(tmp_path / "m.gguf", cache_dir=tmp_path).tokenizer

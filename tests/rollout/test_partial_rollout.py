@@ -103,6 +103,7 @@ def test_a_rollout_does_not_wait_for_its_longest_episodes(whole):
     assert steps[0] < steps[1] and use[0] > use[1]
 
 
+@pytest.mark.slow  # one more network to compile
 def test_every_token_has_the_probability_of_one_version_after_the_other():
     results, _ = play(range(5), version=lambda iteration: iteration)
     model, changed = network(MODEL), {"between turns": 0, "in an answer": 0}

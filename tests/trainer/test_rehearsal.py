@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from hgpo_jax.config import CONFIGS, load, resolve
@@ -28,6 +28,7 @@ AXES = st.fixed_dictionaries({axis: st.sampled_from((1, 2, 3, 4, 8)) for axis in
 @given(AXES, st.sampled_from(PUBLISHED), st.integers(10, 200_000))
 def test_the_mesh_divides_a_smaller_policy(axes, name, words):
     published = preset(name)
+    assume(not published.vision or published.vision.num_heads % axes["tensor"] == 0)  # which the run itself refuses
     model = rehearsal.smaller_model(published, axes, words, sees=True)
     shardings(model, abstract_mesh(",".join(f"{axis}={size}" for axis, size in axes.items())))  # raises where it does not
     assert model.vocab_size >= words and model.num_hidden_layers <= 2
