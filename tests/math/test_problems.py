@@ -130,7 +130,8 @@ ASKED = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2
     ({"problem": "2?", "solution": "So $\\boxed{\\left\\{ 3 \\right.}$"}, "\\left\\{ 3 \\right."),
     ({"question": "2?", "answer": "1 + 1 = 2\n#### 2", "final_answer": "3"}, "2"),
 ])  # fmt: skip
-def test_layouts_of_the_hub(line, found):
+def test_layouts_of_the_hub(line, found, monkeypatch):
+    monkeypatch.setattr(data.answers, "has_verifier", lambda: True)  # without math-verify only plain numbers are read
     assert data._read(json.dumps(line).encode(), "line 1") == ("problem", "2?", found)
 
 
