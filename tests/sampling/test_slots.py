@@ -130,7 +130,6 @@ def mixed(seed: int) -> list[SlotRequest]:
     return random_requests(seed)[:16] + random_requests(seed, longest=LONG)[16:]
 
 
-@pytest.mark.slow  # the longest of this file
 def test_responses_are_those_of_each_prompt_alone():
     decoding = Decoding(temperature=0.9, top_k=20, min_new=3)
     sampler = make_sampler(decoding)
