@@ -133,7 +133,9 @@ class PolicyConfig(Section):
         "weights one of the words that the environment's texts have",
     )
     compute_dtype: Literal["float32", "bfloat16"] = field(
-        "float32", "dtype of the copy of the weights in rollouts and in the loss; the trained weights are float32"
+        "float32",
+        "dtype of the copy of the weights in rollouts and in the loss; the trained weights are float32. Accelerators multiply "
+        "float32 in TF32 or bfloat16, unless JAX_DEFAULT_MATMUL_PRECISION=highest",
     )
     hidden_size: Positive = field(64, "width")
     intermediate_size: Positive = field(176, "width of the feed-forward layer")

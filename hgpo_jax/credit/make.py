@@ -96,7 +96,7 @@ def make(
         environment=without_folders(config.env.name),
         gamma=config.advantage.gamma,
         history_length=config.rollout.history_length,
-        parameters=sum(a.size for a in jax.tree.leaves(reference)),
+        parameters=sum(a.size for a in jax.tree.leaves(job.given_params)),
         signals=list(wide.signals),
         gradient_seeds=tuple(numbers) if directions else (),
         versions={name: version(name) for name in ("hgpo_jax", "jax", "numpy")},

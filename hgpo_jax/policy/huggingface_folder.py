@@ -92,6 +92,12 @@ def read_config(folder: Path) -> ModelConfig:
     Raises:
       ValueError: config.json is missing or broken, or needs features that `Qwen2` does not implement.
     """
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        base = read_json(folder, "adapter_config.json").get("base_model_name_or_path")
+        raise ValueError(
+            f"policy {folder}: holds adapters of {base or 'another policy'}; merge them first (peft's merge_and_unload), "
+            "and give the folder of the result"
+        )
     raw = read_json(folder, "config.json")
     if raw.get("model_type") not in list(ARCHITECTURES):
         types = ", ".join(ARCHITECTURES)
@@ -125,7 +131,7 @@ def read_config(folder: Path) -> ModelConfig:
     names = (*CONFIG_FIELDS, "head_dim") if raw["model_type"] == "qwen3" else CONFIG_FIELDS
     if left_out := [name for name in names if name not in raw]:
         raw |= _defaults(raw["model_type"], left_out)
-    theta = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
+    theta = rope.get("rope_theta", raw.get("rope_theta", 1e6 if vision else 10_000.0))  # as in transformers
     filled = {name: raw[name] for name in CONFIG_FIELDS}
     try:
         if not isinstance(filled["tie_word_embeddings"], bool):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -29,19 +31,23 @@ def product_transposed(x, w):
     return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())))
 
 
-@jax.custom_vjp
-def product(x, w):
-    """Computes x [..., in] W [in, out] -> [..., out]."""
-    return x @ w
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def product(x, w, dtype=None):
+    """Computes x [..., in] W [in, out] -> [..., out] in a dtype, by default that of the operands."""
+    return jnp.matmul(x, w, preferred_element_type=dtype)
 
 
-def _product_forward(x, w):
-    return x @ w, (x, w)
+def _product_forward(x, w, dtype):
+    return product(x, w, dtype), (x, w)
 
 
-def _product_backward(residuals, g):
-    """Returns the usual gradients. jax would form W's as (g^T x)^T, for which XLA's CPU compiler recomputes g transposed."""
+def _product_backward(_, residuals, g):
+    """Returns the usual gradients, computed in the operands' dtype: products of two dtypes widen all of W on GPUs.
+
+    jax would form W's as (g^T x)^T, for which XLA's CPU compiler recomputes g transposed.
+    """
     x, w = residuals
+    g = g.astype(x.dtype)
     leading = tuple(range(x.ndim - 1))
     return product_transposed(g, w), jax.lax.dot_general(x, g, ((leading, leading), ((), ())))
 

@@ -76,7 +76,8 @@ def merge(config: ModelConfig, params: dict, adapters: dict, *, donate: bool = F
 
 
 def _merge(kernel, a, b, scale):
-    return (kernel.astype(jnp.float32) + scale * (a @ b)).astype(kernel.dtype)
+    change = jnp.matmul(a, b, precision="highest")  # by default accelerators round float32 operands
+    return (kernel.astype(jnp.float32) + scale * change).astype(kernel.dtype)
 
 
 def save(folder: str | Path, config: ModelConfig, adapters: dict, base: str = "") -> None:
@@ -123,22 +124,15 @@ def _targets(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted({(TOWER if ".visual." in name else "") + name.split(".")[-3] for name in names if name.count(".") > 2}))
 
 
-# Fields of peft's adapter_config.json that change the computation, and the values that do not.
-PLAIN = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_rslora": (False,),
-    "use_dora": (False,),
-    "lora_bias": (False,),
-    "fan_in_fan_out": (False,),
-    "modules_to_save": (None, []),
-    "rank_pattern": ({},),
-    "alpha_pattern": ({},),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
-    "exclude_modules": (None, []),
-    "trainable_token_indices": (None, []),
+# Fields of peft's adapter_config.json, and the values with which the files hold plain adapters. Some ways to begin (PiSSA,
+# LoftQ, ...) change the weights that are adapted, too.
+PLAIN = {"peft_type": ("LORA",), "bias": ("none",), "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal")}
+# Fields that describe the files, training or the libraries used. Any other field, known today or not, must be unset.
+OTHERS = {
+    *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode"),
+    *("r", "lora_alpha", "target_modules", "lora_dropout", "layers_pattern", "megatron_config", "megatron_core"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "runtime_config", "qalora_group_size"),
+    *("ensure_weight_tying", "velora_config"),
 }
 
 
@@ -150,9 +144,9 @@ def load(folder: str | Path, config: ModelConfig, mesh: Mesh | None = None) -> t
     """
     folder = Path(folder)
     raw = huggingface_folder.read_json(folder, "adapter_config.json")
-    for name, plain in PLAIN.items():
-        if name in raw and raw[name] not in plain:
-            raise ValueError(f"policy {folder}: {name}={json.dumps(raw[name])} in adapter_config.json is not supported")
+    for name, value in raw.items():
+        if value not in PLAIN[name] if name in PLAIN else value and name not in OTHERS:
+            raise ValueError(f"policy {folder}: {name}={json.dumps(value):.50} in adapter_config.json is not supported")
     source = safetensors_files.Weights(folder, "adapter_model")
     if config.vision:
         raw["target_modules"] = _targets(source.shapes)

@@ -27,7 +27,7 @@ from flax import nnx
 
 from hgpo_jax.policy.attention import attend, attend_all, decode_attention, extend_attention
 from hgpo_jax.policy.kv_cache import KVCache, on_each_device
-from hgpo_jax.policy.layers import MLP, REMAT, Linear, RMSNorm
+from hgpo_jax.policy.layers import MLP, REMAT, Linear, RMSNorm, product
 from hgpo_jax.policy.mesh import constrain, max_across_devices
 from hgpo_jax.policy.model_config import ModelConfig
 from hgpo_jax.policy.pictures import Pictures
@@ -146,7 +146,7 @@ class Qwen2(nnx.Module):
             # Flax's `attend` would first widen the whole table to the type that it was made with.
             x = jnp.dot(hidden, self.embed_tokens.embedding[...].T, preferred_element_type=jnp.float32)
         else:
-            x = self.lm_head(hidden).astype(jnp.float32)
+            x = product(hidden, self.lm_head.kernel[...], jnp.float32)
         return constrain(x, *(None,) * (x.ndim - 1), "vocab")
 
     def _read(self, tokens, segment_start=None, pictures: Pictures | None = None):

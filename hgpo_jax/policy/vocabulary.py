@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -9,6 +10,27 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from hgpo_jax.policy.mesh import all_auto_axes, auto_axes
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rows(size, table, tokens):
+    """Selects rows of a table [size, D]; adds their gradients in float32, and rounds the sums once.
+
+    A token of a prompt may occur thousands of times in a batch. A sum of equal terms in bfloat16 stops at 256 of them.
+    """
+    return jnp.take(table, tokens, axis=0)
+
+
+def _rows_forward(size, table, tokens):
+    return _rows(size, table, tokens), tokens
+
+
+def _rows_backward(size, tokens, g):
+    sums = jnp.zeros((size, g.shape[-1]), jnp.float32).at[tokens].add(g.astype(jnp.float32))
+    return sums.astype(g.dtype), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
 
 
 def embedding_lookup(table, tokens):
@@ -20,12 +42,13 @@ def embedding_lookup(table, tokens):
     """
     axes = auto_axes("vocab")
     if not axes:
-        return jnp.take(table, tokens, axis=0)
+        return _rows(table.shape[0], table, tokens)
 
     def lookup_in_shard(shard, tokens):
         local = tokens - jax.lax.axis_index(axes) * shard.shape[0]
         inside = (local >= 0) & (local < shard.shape[0])
-        embeddings = jnp.take(shard, jnp.where(inside, local, 0), axis=0)
+        shard = jax.lax.pcast(shard, batch_axes, to="varying")
+        embeddings = _rows(shard.shape[0], shard, jnp.where(inside, local, 0))
         return jax.lax.psum(jnp.where(inside[..., None], embeddings, 0), axes)
 
     mesh = jax.sharding.get_abstract_mesh()

@@ -198,12 +198,18 @@ class Job:
 
         return self.by_policy(unchanged, params)
 
-    def reference_copy(self, params) -> dict[str, dict]:
-        """Returns `compute_copy` of the reference policies; with learner.offload, but not with LoRA, in the host's memory."""
+    def reference_copy(self, params) -> dict[str, dict | None]:
+        """Returns `compute_copy` of the reference policies; with learner.offload, but not with LoRA, in the host's memory.
+
+        A policy without a KL and without adapters has None: nothing would read it.
+        """
         copies: dict[int, dict] = {}  # of weights that the adapters of several policies share
 
         def copy_of(policy: PolicySetup, params):
-            if not policy.settings.learner.offload or policy.model.lora:  # sampling binds adapters to it
+            settings = policy.settings.learner
+            if not settings.kl_weight and not policy.model.lora:
+                return None
+            if not settings.offload or policy.model.lora:  # sampling binds adapters to it
                 if id(params) not in copies:
                     copies[id(params)] = policy.compute_copy(params)
                 return copies[id(params)]

@@ -20,8 +20,14 @@ MANY_FAILED = 0.1  # of the episodes; of those of programs, by one cause
 MANY_WRONG = 0.5  # of the answers of text environments
 LARGEST_RATIO = 1.2  # of the mean importance ratio of an iteration, or of its inverse
 LARGEST_KL = 0.1  # how far an update moves the policy, nats per token
-LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}  # between sampler and trainer, by policy.compute_dtype
+LARGEST_DIFFERENCE = {"float32": 1e-3, "bfloat16": 0.5}  # between sampler and trainer, by the dtype that products round to
 MAX_NONFINITE = 3  # iterations in a row with a non-finite loss or gradient after which the run stops
+
+
+def _rounding(config: Config) -> str:
+    """Returns the dtype that products round to. Accelerators shorten float32 operands, unless jax is told not to."""
+    exact = jax.default_backend() == "cpu" or jax.config.read("jax_default_matmul_precision") in ("highest", "float32")
+    return config.policy.compute_dtype if exact else "bfloat16"
 
 
 class Alarms:
@@ -34,7 +40,7 @@ class Alarms:
         self._limits: dict[str, tuple[Callable[[float], float], float]] = {
             "ratio": (lambda x: max(x, 1 / x) if x else 1.0, LARGEST_RATIO),
             "approx_kl": (abs, LARGEST_KL),
-            "logp_difference": (abs, LARGEST_DIFFERENCE[config.policy.compute_dtype]),
+            "logp_difference": (abs, LARGEST_DIFFERENCE[_rounding(config)]),
         }
         self._in_a_row = 0
         self._config, self._masks = config, config.learner.unfinished == "mask"

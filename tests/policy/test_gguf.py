@@ -283,9 +283,11 @@ def test_the_folder_is_made_once_for_a_content(tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_folder, "_convert", lambda *given: made.append(given[1].name) or convert(*given))
     first = gguf_folder.unpack(tmp_path / "m.gguf", tmp_path / "c")
     assert gguf_folder.unpack(tmp_path / "m.gguf", tmp_path / "c") == first
-    write(tmp_path / "m.gguf", metadata={"tokenizer.chat_template": "other"})
+    write(tmp_path / "m.gguf", metadata=ggml({"eot_token_id": 1, "eom_token_id": 2}) | {"tokenizer.chat_template": "other"})
     other = gguf_folder.unpack(tmp_path / "m.gguf", tmp_path / "c")
     assert read_tokenizer(other).chat_template == "other"
+    ends = [json.loads((Path(folder) / "generation_config.json").read_text())["eos_token_id"] for folder in (first, other)]
+    assert ends == [[2], [2, 1]]
     assert made == [Path(first).name, Path(other).name]
     assert len({first, other}) == 2
 
@@ -332,6 +334,7 @@ REFUSED = [
     (ggml({"model": "llama"}), {}, "tokenizer.ggml.model='llama', which is not supported"),
     (ggml({"pre": "tekken"}), {}, "tokenizer.ggml.pre='tekken', which is not supported"),
     (ggml({"eos_token_id": 100_000}), {}, "tokenizer.ggml.eos_token_id=100000 is not a token"),
+    (ggml({"eot_token_id": 100_000}), {}, "100000 is no token that ends a turn"),
     (ggml({"eos_token_id": None}), {}, "has no tokenizer.ggml.eos_token_id"),
     (ggml({"merges": ["a b", "x yz"]}), {}, "its tokenizer cannot be made"),
     (ggml({"merges": ["a b c"]}), {}, "merges are not pairs"),

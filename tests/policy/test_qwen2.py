@@ -116,6 +116,17 @@ def test_predictions_do_not_widen_the_table(params):
     assert f"f32[{rows},{width}]" not in program
 
 
+def test_logits_of_an_untied_head_are_not_rounded():
+    """Logits around 20 in bfloat16 would be multiples of 1/8."""
+    untied = dataclasses.replace(TINY, tie_word_embeddings=False)
+    params = initialize(untied, 0, make_mesh("data=1", jax.devices()[:1]))
+    half = jax.tree.map(lambda a: a.astype("bfloat16"), params)
+    hidden = jax.random.normal(jax.random.key(1), (5, TINY.hidden_size), "bfloat16")
+    logits = nnx.merge(network(untied), half).logits(hidden)
+    exact = np.asarray(hidden, np.float64) @ np.asarray(half["lm_head"]["kernel"], np.float64)
+    np.testing.assert_allclose(logits, exact, rtol=1e-5, atol=1e-6)
+
+
 @pytest.fixture(scope="module")
 def params():
     return initialize(TINY, 0, make_mesh("data=1", jax.devices()[:1]))

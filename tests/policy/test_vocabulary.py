@@ -49,3 +49,12 @@ def test_the_lookup_and_its_gradient(spec, call):
         assert not re.search(r"sdy.sharding_constraint .* : tensor<bf16>", lowered.as_text())
         ours = lowered.compile()(table, tokens, weights)
     jax.tree.map(np.testing.assert_array_equal, *(jax.tree.map(np.asarray, pair) for pair in (ours, plain)))
+
+
+@pytest.mark.parametrize("spec", ["data=1", "data=2,fsdp=2"])
+def test_gradients_of_a_frequent_token_are_added_in_float32(spec):
+    """A sum of ones in bfloat16 would stop at 256."""
+    table, tokens = jnp.ones((4, 8), jnp.bfloat16), jnp.where(jnp.arange(4096) < 4000, 1, 2).reshape(4, 1024)
+    with jax.set_mesh(mesh_of(spec)):
+        gradient = jax.jit(jax.grad(lambda table: embedding_lookup(table, tokens).astype(jnp.float32).sum()))(table)
+    np.testing.assert_array_equal(gradient, jnp.repeat(jnp.array([[0], [4000], [96], [0]], jnp.bfloat16), 8, axis=1))

@@ -207,6 +207,7 @@ def cut(file):
 
 SINGLE = [
     (lambda f: (f / "config.json").unlink(), "holds no config.json"),
+    (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "holds adapters of another policy; merge them first"),
     (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
     (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor model.safetensors.index.json"),
     (lambda f: cut(f / "model.safetensors"), "model.safetensors is damaged"),

@@ -38,7 +38,7 @@ TEXT = ("env.name=household_text", "rollout.prompt_limit=128", "rollout.response
 TEAM = ("env.name=household_team", "roles.searcher.policy=own", "learner.rollout_correction=token")
 APART = "rollout.mesh=data=1"  # the last device; the update has the first
 SETTINGS = {
-    "compiled, a critic": ("method=ppo",),
+    "compiled, a critic": ("method=ppo", "rollout.constrain=admissible", "learner.kl_weight=0"),
     "text, corrected": (*TEXT, APART),
     "bfloat16": ("policy.compute_dtype=bfloat16", "learner.rollout_correction=sequence", APART),
     "a team": (*TEAM, APART),
@@ -270,3 +270,13 @@ def test_only_two_equal_policies_are_held_to_equal_probabilities():
     for staleness, warned in ((0, True), (1, False)):
         said = Alarms(load(None, ["rollout.overlap=1"])).check(row | {"staleness": staleness})
         assert any("logp_difference" in line for line in said) == warned
+
+
+def test_products_of_accelerators_are_rounded_whatever_their_dtype(monkeypatch):
+    row = {"iteration": 0, "steps": 1.0, "logp_difference": 0.1, "staleness": 0}
+    warns = lambda: any("logp_difference" in line for line in Alarms(load(None, [])).check(row))  # noqa: E731
+    assert warns()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert not warns()
+    with jax.default_matmul_precision("highest"):
+        assert warns()

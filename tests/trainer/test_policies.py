@@ -194,6 +194,8 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache
         assert {name: one.model.lora and one.model.lora.rank for name, one in of.policies.items()} == ranks
         reference = of.reference_copy(of.given_params)
         assert all(a is b for a, b in zip(*map(jax.tree.leaves, reference.values()), strict=True))
+    alone = job_of("learner.kl_weight=0", "roles.searcher.lora_rank=2", cache=cache)
+    assert [one is None for one in alone.reference_copy(alone.given_params).values()] == [False, True]  # nothing would read it
     _, after, _ = trained(apart, 0)
     merged = apart.merged_params(after.params, reference)
     assert same(*map(jax.tree.structure, merged.values())) and not same(merged["searcher"], reference["searcher"])
