@@ -26,7 +26,8 @@ MAX_NONFINITE = 3  # iterations in a row with a non-finite loss or gradient afte
 
 def _rounding(config: Config) -> str:
     """Returns the dtype that products round to. Accelerators shorten float32 operands, unless jax is told not to."""
-    exact = jax.default_backend() == "cpu" or jax.config.read("jax_default_matmul_precision") in ("highest", "float32")
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    exact = jax.default_backend() == "cpu" or precision in ("highest", "float32")
     return config.policy.compute_dtype if exact else "bfloat16"
 
 
