@@ -24,6 +24,10 @@ START_LIMIT = 60.0  # seconds until its process has imported what it needs
 MEMORY = 4 * 2**30  # bytes for that process
 _NUMBER = re.compile(r"([-+]?)\$?(\d+(?:,\d{3})*|(?=\.\d))(\.\d+)?(?:/(\d+))?\.?", re.ASCII)
 _WRITTEN = {r"\$": "$", "{,}": ",", r",\!": ",", "\u2212": "-"}  # in LaTeX, or by a typesetter -> plain
+# What is still to be calculated. A sign alone, and degrees, are not.
+_OPERATION = re.compile(
+    r"[+*!\u00d7\u00f7\u00b7]|\\(?:times|cdot|div|sqrt|d?t?binom)\b|[\d)}]\s*[-\u2212]|\^(?!\s*\{?\s*\\circ)"
+)
 _IN_MATHS = re.compile(r"\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _BOXED = re.compile(r"\\f?boxed\s*")
 
@@ -67,7 +71,8 @@ def boxed(text: str) -> str | None:
 def is_right(answer: str, right: str, latex: bool = False) -> bool:
     """Whether an answer means the same as the right one. It may be in a \\boxed, and is at most LENGTH characters long.
 
-    latex: whether math-verify compares what is no plain number; otherwise only plain numbers are right.
+    latex: whether math-verify compares what is no plain number; otherwise only plain numbers are right. Where the right one
+      is, an expression that would have to be calculated first is wrong: the calculator would be of no use.
     """
     if len(answer) > LENGTH:
         return False
@@ -75,6 +80,8 @@ def is_right(answer: str, right: str, latex: bool = False) -> bool:
     wanted, found = number(right), number(answer)
     if wanted is not None and found is not None:
         return wanted == found
+    if wanted is not None and answer != right and _OPERATION.search(answer):
+        return False
     return latex and bool(answer) and (answer == right or _VERIFIER.agrees(right, answer))
 
 

@@ -53,7 +53,8 @@ class _Team(MathText):
         won = done and self._right
         if done:
             message = "Right." if won else "Wrong."
-        info = {"won": won, "admissible": not any(signals[name] for name in MathText.signals), "signals": signals}
+        sensible = not any(signals[name] for name in MathText.signals)
+        info = {"won": won, "admissible": sensible, "truncated": done and not ended, "signals": signals}
         return self._tell(message), self._commands(), REWARD * won, done, info
 
     def _solve(self, action: str) -> tuple[dict[str, float], str, bool]:

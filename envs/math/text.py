@@ -25,19 +25,17 @@ ACTIONS = ("calculate", "answer")
 
 
 def read_action(response: str, actions: Sequence[str] = ACTIONS) -> tuple[str, str, bool]:
-    """Returns what a response does, one of the actions or "", the text in its first tag, and whether it is well formed.
+    """Returns a response's action or "", the text in its first pair of tags, and whether it is well formed.
 
-    A well-formed response has one pair of tags, and nothing after it.
+    A well-formed response has no tag in that pair, and nothing after it. A tag without its end, as reasoning may mention
+    it, counts as words.
     """
-    tag = re.compile(f"<({'|'.join(actions)})>")
-    opening = tag.search(response)
-    if opening is None:
+    names = "|".join(actions)
+    pair = re.search(rf"<({names})>((?:(?!<\1>).)*?)</\1>", response, re.DOTALL)
+    if pair is None:
         return "", "", False
-    name, end = opening[1], f"</{opening[1]}>"
-    content, closing, rest = response[opening.end() :].partition(end)
-    if not closing:
-        return "", "", False
-    return name, content.strip(), not rest.strip() and not tag.search(content)
+    well_formed = not response[pair.end() :].strip() and not re.search(f"<({names})>", pair[2])
+    return pair[1], pair[2].strip(), well_formed
 
 
 class MathText:
@@ -84,8 +82,9 @@ class MathText:
         else:
             message = NO_ACTION
         signals = {"format": float(well_formed) - 1, "calculation": float(sensible or name != "calculate") - 1}
-        info = {"won": won, "admissible": well_formed and sensible, "signals": signals}
         done = name == "answer" or self._turn >= self.max_turns
+        truncated = done and name != "answer"
+        info = {"won": won, "admissible": well_formed and sensible, "truncated": truncated, "signals": signals}
         return self._observation(message), [], REWARD * won, done, info
 
     def _calculate(self, expression: str) -> tuple[str, bool]:

@@ -20,7 +20,7 @@ TEAM: Kinds = (GeneratedTeam, FileTeam)
 
 
 def search_makers(
-    kinds: Kinds, cache: Path, data: str, url: str, passages: int, *, top_k: int, max_turns: int
+    kinds: Kinds, cache: Path, data: str, url: str, passages: int, top_k: int, max_turns: int, patience: float = 60.0
 ) -> tuple[Maker, Maker]:
     """Returns the factories of an environment for training, and of one with held-out questions.
 
@@ -30,13 +30,13 @@ def search_makers(
       data: folder of questions and passages (`files.py`); "": the generated world.
       url: of a server that finds passages, which is asked once; "": an index here.
       passages: of the generated world.
-      top_k, max_turns: as in `SearchText`.
+      top_k, max_turns: as in `SearchText`. patience: as in `RetrievalServer`.
 
     Raises ValueError, in one line that begins with the field and its value.
     """
     options: dict[str, Any] = {"top_k": top_k, "max_turns": max_turns}
     if url:
-        options["retriever"] = _server(url, top_k)
+        options["retriever"] = _server(url, top_k, patience)
     generated, listed = kinds
     make: Callable[..., SearchText] = functools.partial(generated.open, cache, passages, **options)
     if data:
@@ -55,9 +55,9 @@ def retriever(cache: Path, data: str, passages: int):
     return folder_passages(Path(data), cache) if data else world_passages(cache, World(passages))
 
 
-def _server(url: str, top_k: int) -> RetrievalServer:
+def _server(url: str, top_k: int, patience: float) -> RetrievalServer:
     try:
-        server = RetrievalServer(url)
+        server = RetrievalServer(url, patience)
         server.retrieve(["hello"], top_k)
     except (ValueError, RetrievalError) as error:
         reason = str(error).removeprefix(f"{url}: ")

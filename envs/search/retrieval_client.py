@@ -21,7 +21,8 @@ from urllib.parse import urlsplit
 
 from hgpo_jax.envs.command_line import one_line
 
-TIME_LIMIT, TRIES, WAIT = 10.0, 7, 0.2  # seconds of a request; requests; seconds before the second one, then twice as many
+TIME_LIMIT, TRIES = 10.0, 7  # seconds of a request; requests to a server that has never answered
+WAIT, LONGEST_WAIT = 0.2, 5.0  # seconds before the second request, then twice as many up to the other
 SLOW = 3  # requests that gave no answer in time, after which no other is sent
 BUSY = (408, 429)  # what a server or proxy answers where a later try may help
 REST = 30.0  # seconds for which a server that never answered is not asked again: other episodes would wait as long
@@ -45,13 +46,14 @@ class RetrievalServer:
 
     Args:
       url: http://HOST:PORT, with or without /retrieve.
+      patience: seconds to wait for a server that has answered before, and restarts.
       time_limit: seconds to connect, and for a request and its answer, however slowly bytes arrive.
-      tries: requests until one is answered; what an answer says is final.
+      tries: requests until a server answers for the first time; what an answer says is final.
 
     Raises ValueError for a URL that is none.
     """
 
-    def __init__(self, url: str, time_limit: float = TIME_LIMIT, tries: int = TRIES):
+    def __init__(self, url: str, patience: float = 60.0, *, time_limit: float = TIME_LIMIT, tries: int = TRIES):
         try:
             parts = urlsplit(url)
             self._host, self._port = parts.hostname or "", parts.port
@@ -59,9 +61,12 @@ class RetrievalServer:
             parts, self._host = urlsplit(""), ""
         if parts.scheme not in ("http", "https") or not self._host:
             raise ValueError(f"{url:.200}: is no URL of a server; give http://HOST:PORT")
+        if parts.username is not None:
+            raise ValueError(f"{parts.scheme}://...@{parts.hostname}: holds a user name, which cannot be sent; leave it out")
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._path = parts.path if parts.path.strip("/") else "/retrieve"
-        self._url, self._time_limit, self._tries = url, time_limit, tries
+        self._path = (parts.path if parts.path.strip("/") else "/retrieve") + f"?{parts.query}" * bool(parts.query)
+        self._url, self._patience, self._time_limit, self._tries = url, patience, time_limit, tries
+        self._answered = False
         self._silent = -math.inf, ""  # when it failed to answer, and how
 
     def retrieve(self, queries: Sequence[str], k: int) -> list[list[tuple[str, float]]]:
@@ -70,19 +75,22 @@ class RetrievalServer:
         if time.monotonic() < failed + REST:
             raise RetrievalError(reason)
         body = json.dumps({"queries": list(queries), "topk": k, "return_scores": True}).encode()
-        late = 0
-        for tried in range(self._tries):
-            if tried:
-                time.sleep(WAIT * 2 ** (tried - 1))
+        begin, tried, late, wait = time.monotonic(), 0, 0, WAIT
+        while True:
             try:
-                return _read(self._post(body), len(queries), k)
+                found = _read(self._post(body), len(queries), k)
+                self._answered = True
+                return found
             except _Unanswered as error:
-                reason, late = str(error), late + error.late
-                if late == SLOW:
-                    break
+                reason, late, tried = str(error), late + error.late, tried + 1
             except ValueError as error:
                 raise RetrievalError(one_line(f"{self._url}: {error}")) from None
-        self._silent = time.monotonic(), one_line(f"{self._url}: {reason}, {tried + 1} times")
+            waited = time.monotonic() + wait - begin
+            if late == SLOW or (waited > self._patience if self._answered else tried == self._tries):
+                break
+            time.sleep(wait)
+            wait = min(2 * wait, LONGEST_WAIT)
+        self._silent = time.monotonic(), one_line(f"{self._url}: {reason}, {tried} times")
         raise RetrievalError(self._silent[1])
 
     def _post(self, body: bytes) -> bytes:

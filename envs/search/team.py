@@ -32,7 +32,8 @@ class _Team(SearchText):
     Attributes:
       role: whose turn the next one is, an index into roles.
       signals: those of `SearchText`, of which the first two are the answerer's; `verdict`, the verifier's, -1 for a wrong one
-        and else 0; and `search`, the searcher's, -1 for one that finds nothing new and else 0.
+        and else 0, as for both where yes or no is the answer; and `search`, the searcher's, -1 for one that finds nothing new
+        and else 0.
 
     A response without the action of its role leaves the turn with that role. Commands are the verdicts, and else none.
     """
@@ -56,7 +57,7 @@ class _Team(SearchText):
         if not verb:
             message = f"Error: write {HOW[self.role]}."
         elif verb == "verify":
-            signals["verdict"] = float((text == "yes") == self._enough()) - 1
+            signals["verdict"] = float(self._enough() in (text == "yes", None)) - 1
             self.role = ANSWERER if text == "yes" else SEARCHER
         elif verb == "search":
             known = set(self._passages)
@@ -69,8 +70,10 @@ class _Team(SearchText):
         reward, done, info = self._outcome(verb, signals)
         return self._tell(message), self._commands(), reward, done, info
 
-    def _enough(self) -> bool:
-        """Says whether the answer can be read in the passages found."""
+    def _enough(self) -> bool | None:
+        """Says whether the answer can be read in the passages found; None: yes or no is answered, which none says."""
+        if all(normalize(answer) in VERDICTS for answer in self._question.answers):
+            return None
         read = [f" {normalize(passage)} " for passage in self._passages]
         return any(f" {normalize(answer)} " in passage for answer in self._question.answers for passage in read)
 

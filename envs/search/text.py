@@ -12,6 +12,7 @@ An action is a response after its thought: one `<search>...</search>`, which is 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -43,32 +44,29 @@ class Action(NamedTuple):
 
 
 def parse(action: str, verbs: Sequence[str] = VERBS) -> Action:
-    """Reads an action: its first opening tag of a verb decides what it is, and its first closing tag where that ends.
+    """Reads an action: the first pair of tags of a verb. A tag that is mentioned before has no end, and counts as words.
 
-    One without both tags, without words between them, or longer than `MAX_ACTION` is malformed.
+    One without a pair of tags, without words between them, or longer than `MAX_ACTION` is malformed.
     """
     if len(action) > MAX_ACTION:
         return Action("")
-    begins = {verb: at for verb in verbs if (at := action.find(f"<{verb}>")) >= 0}
-    if not begins:
+    names = "|".join(verbs)
+    pair = re.search(rf"<({names})>((?:(?!<\1>).)*?)</\1>", action, re.DOTALL)
+    if pair is None or not (text := " ".join(pair[2].split())):
         return Action("")
-    verb = min(begins, key=begins.__getitem__)
-    begin = begins[verb] + len(f"<{verb}>")
-    end = action.find(f"</{verb}>", begin)
-    text = " ".join(action[begin : max(end, begin)].split())
-    around = action[: begins[verb]] + action[end + len(f"</{verb}>") :]
-    return Action(verb, text, not around.strip()) if text else Action("")
+    return Action(pair[1], text, not (action[: pair.start()] + action[pair.end() :]).strip())
 
 
 def shown(passage: str) -> str:
     """Returns a passage as it is read: in one line, and without a title that its text begins with.
 
-    passage: `"title"` and a line break before the text, as in Search-R1's corpora, or a text alone.
+    passage: `"title"` in quotes and a line break before the text, as in Search-R1's corpora, or a text alone.
     """
     head, line_break, rest = passage.partition("\n")
-    title, text = head.strip().strip('"'), " ".join(rest.split())
-    if not line_break:
+    quoted, text = head.strip(), " ".join(rest.split())
+    if not line_break or len(quoted) < 3 or not quoted[0] == quoted[-1] == '"':
         return " ".join(passage.split())[:MAX_PASSAGE]
+    title = quoted.strip('"')
     return (text if text.startswith(title) else f"{title}: {text}")[:MAX_PASSAGE]
 
 

@@ -23,8 +23,6 @@ REMOVED: dict[str, Any] = {
     "rollout.max_tries": 4,
     "rollout.date": None,
     "reward.mode": "add",
-    "reward.workers": 1,
-    "reward.time_limit": 60.0,
     "reward.overlong_penalty": 1.0,
     "cloning.noise": 0.3,
     "cloning.thought": "",

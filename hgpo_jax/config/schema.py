@@ -103,7 +103,10 @@ class EnvConfig(Section):
         "ray:N: on a Ray cluster, that of RAY_ADDRESS or one that starts here",
     )
     time_limit: float = field(
-        60.0, "seconds after which an environment in a worker counts as hung, and an agent that asks for nothing", gt=0
+        60.0,
+        "seconds after which an environment in a worker counts as hung, an agent that asks for nothing, and a retrieval "
+        "server that has gone",
+        gt=0,
     )
 
     @pydantic.field_validator("name")
@@ -251,6 +254,8 @@ class RewardConfig(Section):
         "text: last tokens before an answer's limit, in which its reward falls as in DAPO, by up to 1; 0: none",
         ge=0,
     )
+    workers: Positive = field(1, "text: processes that call the function, each with one episode at a time")
+    time_limit: float = field(60.0, "text: seconds for a call, after which its episode is left out", gt=0)
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -122,8 +122,10 @@ class Template:
         """
         thought, rest = split_thought(text, THINK in opened and THINK_END not in opened)
         ended = thought.endswith(THINK_END)
+        if self.bare and thought and not ended:  # what it would do is not decided
+            return ParsedResponse(opened + text, "", False)
         if self.bare:
-            action = (rest if ended else text).strip()
+            action = rest.strip()
             return ParsedResponse(opened + text, action.lower() if lower_case else action, True)
         if lower_case:
             return ParsedResponse(opened + text, *find_action(text, fallback, opened, lower_case=True))
@@ -162,12 +164,17 @@ class Template:
         }
 
 
+def template_names() -> list[str]:
+    """Lists the templates in `templates/`."""
+    return sorted(file.stem for file in TEMPLATES.glob("*.txt"))
+
+
 def template_file(name: str) -> Path:
     """Returns the file of this name in `templates/`, or the file at this path. Raises ValueError."""
-    ours = {file.stem: file for file in TEMPLATES.glob("*.txt")}
-    file = ours.get(name, Path(name))
+    ours = template_names()
+    file = TEMPLATES / f"{name}.txt" if name in ours else Path(name)
     if not file.is_file():
-        raise ValueError(f"template={name}: no such file; give one, or {', '.join(sorted(ours))}")
+        raise ValueError(f"template={name}: no such file; give one, or {', '.join(ours)}")
     return file
 
 

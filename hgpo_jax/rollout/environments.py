@@ -127,8 +127,9 @@ def search_text(kinds: Kinds, config: Config) -> Makers:
     """Returns the factories of questions for training, and of held-out ones. Raises ConfigError."""
     env = config.env
     try:
-        cache, options = Path(config.cache_dir, "search"), {"top_k": env.top_k, "max_turns": env.max_turns}
-        return search_makers(kinds, cache, env.data, env.retriever, env.passages, **options)
+        patience = 0.8 * env.time_limit  # or the worker that waits would count as hung
+        options = env.data, env.retriever, env.passages, env.top_k, env.max_turns, patience
+        return search_makers(kinds, Path(config.cache_dir, "search"), *options)
     except ValueError as error:
         raise ConfigError(f"env.{error}") from None
 

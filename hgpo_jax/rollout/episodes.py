@@ -107,7 +107,9 @@ class Episodes(struct.PyTreeNode):
 
     def signals_by_name(self, names: Sequence[str]) -> dict[str, jax.Array]:
         """Returns the signals f32[B, T] of these episodes, whose names are in the order of their columns."""
-        return {} if self.signals is None else {name: self.signals[..., index] for index, name in enumerate(names)}
+        if self.signals is None:
+            return {}
+        return {name: self.signals[..., index] for index, name in zip(range(self.signals.shape[-1]), names, strict=True)}
 
     def leave_out(self, episode: int) -> None:
         """Empties an episode of NumPy arrays; only its prompt group stays."""

@@ -76,6 +76,7 @@ class _Worker:
     def __init__(self, start: Callable[[], Any], describe: Callable[[tuple], str], time_limit: float, start_limit: float):
         self._start, self._describe, self._time_limit, self._start_limit = start, describe, time_limit, start_limit
         self.stepped = False  # whether it has ever answered a step, not just a reset
+        self._last: dict[int, tuple] = {}  # the request that its process answered last, by episode
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
         self._ended = False
         self.process: Any = None  # a LocalProcess or a ray_workers.RayProcess
@@ -122,9 +123,10 @@ class _Worker:
             return RunError(f"{error}; a worker that died or took too long cannot be replaced")
         try:
             self.process.send(request)
-            if self.process.poll(self._time_limit):
+            if self.process.poll(self._time_limit * self._calls(request)):
                 answer = self.process.receive()
                 self.stepped |= request[-1] != ()
+                self._last[request[0]] = request
                 return answer
             failure: EnvFailure = _Hung(f"no answer in {self._time_limit:g} s{self._describe(request)}")
         except (EOFError, OSError):
@@ -134,7 +136,14 @@ class _Worker:
         self._stop()
         return request[0], failure
 
+    def _calls(self, request: tuple) -> int:
+        """Returns how many answers a request needs: a process that does not hold an episode replays it from its reset on."""
+        episode, *task, actions = request
+        held = not task or not actions or self._last.get(episode) == (episode, *task, actions[:-1])  # rewards have no task
+        return 1 if held else 1 + len(actions)
+
     def _stop(self) -> None:
+        self._last.clear()
         if self.process:
             self.process.close()
             self.process = None

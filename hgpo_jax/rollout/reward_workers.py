@@ -37,7 +37,7 @@ class LocalReward:
     """
 
     spec = ()
-    limit = "the time limit of rewards"
+    limit = "reward.time_limit"
 
     def __init__(self, load: Callable):
         _, self._function = load()

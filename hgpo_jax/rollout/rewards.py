@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hgpo_jax.config import Config
+from hgpo_jax.config.schema import RewardConfig
 from hgpo_jax.envs import user_code
 from hgpo_jax.rollout.backend import backend, make_one
 from hgpo_jax.rollout.episodes import Episodes
@@ -29,6 +30,7 @@ from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_workers import EpisodeTexts, LocalReward, reward_function
 from hgpo_jax.rollout.signals import declaration_fault, declared
+from hgpo_jax.rollout.turn_budgets import BUDGET
 from hgpo_jax.rollout.workers import EnvFailure
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, one_line
@@ -36,7 +38,6 @@ from hgpo_jax.utils.untraceable import untraceable
 
 log = logging.getLogger(__name__)
 
-TIME_LIMIT = 60.0  # seconds after which a text episode is left out, because its reward takes too long
 Reward = Callable[[RolloutResult], tuple[RolloutResult, dict]]
 
 
@@ -58,16 +59,17 @@ def make_reward(config: Config, episodes: Episodes) -> Reward:
             raise ConfigError(f"reward.source={source}: signals are for text episodes; env.name={config.env.name} is compiled")
         _check_compiled(source, function, episodes)
         return functools.partial(_add_compiled, jax.jit(functools.partial(_with_compiled, function, name)))
-    return TextReward(user_code.locate(source, user_code.REWARDS), name, declared(function))
+    return TextReward(user_code.locate(source, user_code.REWARDS), name, config.reward, declared(function))
 
 
 def signal_names(config: Config) -> tuple[str, ...]:
-    """Returns the names of the signals in `Episodes.signals`, the environment's and then the reward function's.
+    """Returns the names of the signals in `Episodes.signals`: the budget's, the environment's, the reward function's.
 
-    Both are made to find out. Raises the errors of making them.
+    The last two are made to find out. Raises the errors of making them.
     """
     source = config.reward.source
-    return (*declared(make_one(config)), *(declared(reward_function(source)) if source else ()))
+    budget = (BUDGET,) if config.env.budgets else ()
+    return (*budget, *declared(make_one(config)), *(declared(reward_function(source)) if source else ()))
 
 
 def _check_compiled(source: str, function: Callable, episodes: Episodes) -> None:
@@ -118,17 +120,18 @@ def overlong(config: Config, e: Episodes) -> jax.Array | np.ndarray:
 
 
 class TextReward:
-    """The reward function of text episodes, whose process starts with the first of these.
+    """The reward function of text episodes, whose processes start with the first of these.
 
-    signals: the names of the signals that it adds after the environment's.
+    settings: how many there are, and how long a call may take. signals: the names of those that it adds.
     """
 
-    def __init__(self, place: str, name: str, signals: tuple[str, ...] = ()):
+    def __init__(self, place: str, name: str, settings: RewardConfig, signals: tuple[str, ...] = ()):
         self._load, self._name, self.signals = functools.partial(user_code.load, place), name, signals
+        self._settings = settings
         self._workers: ProcessWorkers | None = None
 
     def close(self) -> None:
-        """Ends the worker process."""
+        """Ends the worker processes."""
         if self._workers:
             self._workers.close()
             self._workers = None
@@ -158,7 +161,8 @@ class TextReward:
         """Returns (episode, the `read_streams` of its turns, why there are none) for every episode that was played."""
         played = np.flatnonzero(e.mask[:, 0]).tolist()
         if self._workers is None:
-            self._workers = ProcessWorkers(self._load, 1, len(e.mask), TIME_LIMIT, local=LocalReward)
+            count, limit = self._settings.workers, self._settings.time_limit
+            self._workers = ProcessWorkers(self._load, count, len(e.mask), limit, local=LocalReward)
         self._workers.send([(episode, _as_text(e, report, episode)) for episode in played])
         answers = sorted(self._workers.receive(len(played)))
         return [(n, [], a.reason) if isinstance(a, EnvFailure) else (n, a, "") for n, a in answers]

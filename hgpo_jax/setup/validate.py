@@ -22,6 +22,7 @@ from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, TEAM_REWARD, Method, method_named
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.rollout.backend import Backend, backend, converses, role_names
+from hgpo_jax.rollout.chat_prompts import load_template, template_names
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, environment, max_turns
 from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
@@ -90,6 +91,7 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
         )
     if env.template and compiled:
         raise ConfigError(f"env.template={env.template}: env.name={env.name}, compiled, takes no template; leave it out")
+    _check_template(env, entry)
     if "split" in entry.options and env.split == "generated" and not (compiled or env.compiled):
         raise ConfigError("env.split=generated: has no files to play on the host; give env.compiled=true, too")
     if config.rollout.constrain == "admissible" and (entry.agent or entry.free_text):
@@ -117,6 +119,17 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
             f"rollout.ready_fraction={config.rollout.ready_fraction:g}: needs env.workers; in this process environments step "
             "one by one"
         )
+
+
+def _check_template(env: EnvConfig, entry: Environment) -> None:
+    """Checks that a template does not ask for a listed action where an environment reads whole responses."""
+    if not env.template or not entry.free_text or not load_template(entry.template).bare:
+        return
+    template = load_template(env.template)
+    if not template.bare and "commands" in template.slots:
+        chats = [name for name in template_names() if name == f"{entry.template}_conversation"]
+        mend = f"leave it out, or give {chats[0]} for a chat" if chats else "leave it out"
+        raise ConfigError(f"env.template={env.template}: env.name={env.name} lists no actions to choose from; {mend}")
 
 
 def _check_budgets(config: Config, entry: Environment, rollout_backend: Backend) -> None:

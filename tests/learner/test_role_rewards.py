@@ -41,6 +41,17 @@ def test_a_role_learns_from_its_own_reward(fields, solver, verifier):
     np.testing.assert_allclose(record.advantages, np.outer([1, -1], [solver, verifier] * 2), atol=1e-6)
 
 
+def test_a_turn_budget_before_the_signals_is_none_of_them():
+    e = two_episodes()
+    budgets = np.broadcast_to(np.float32([[4], [8]])[..., None], (2, 4, 1))
+    e = e.replace(signals=np.concatenate([budgets, e.signals], -1))
+    fields = (*TEAM, "method=grpo", "env.template=math_plain", "env.budgets=4,8", "roles.verifier.reward=verdict")
+    record = estimate_episodes(load(None, fields), e, "grpo")
+    np.testing.assert_allclose(record.advantages, np.outer([1, -1], [5, -0.5] * 2), atol=1e-6)
+    with pytest.raises(ValueError, match="zip"):
+        estimate_episodes(load(None, fields), two_episodes(), "grpo")
+
+
 def test_levels_are_those_of_the_own_reward():
     fields = (*TEAM[:-2], "method=hgpo", "roles.verifier.reward=verdict")
     e, own = two_episodes(), two_episodes()

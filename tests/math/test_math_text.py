@@ -32,7 +32,8 @@ def test_a_worked_episode():
     env = ListedMath([PROBLEM], ("problem",), 6)
     assert env.reset(0) == (NOTHING, []) and (env.goal, len(env)) == (PROBLEM.question, 1)
     assert env.step("First add. " + call("12 + 7")) == (
-        "12+7=19", [], 0.0, False, {"won": False, "admissible": True, "signals": {"format": 0.0, "calculation": 0.0}},
+        "12+7=19", [], 0.0, False,
+        {"won": False, "admissible": True, "truncated": False, "signals": {"format": 0.0, "calculation": 0.0}},
     )  # fmt: skip
     observation, _, _, _, info = env.step(call("12+7"))
     assert (observation, info["admissible"], info["signals"]["calculation"]) == ("12+7=19", False, -1)
@@ -58,12 +59,20 @@ def test_turns_run_out():
     assert not env.step("?")[3] and env.step("?")[3]
 
 
+@pytest.mark.parametrize(("last", "truncated"), [("<answer>3</answer>", False), (call("1+1"), True), ("?", True)])
+def test_a_wrong_answer_in_the_last_turn_is_no_time_limit(last, truncated):
+    """A critic would go on from there."""
+    *_, done, info = begun(max_turns=1).step(last)
+    assert done and info["truncated"] is truncated
+
+
 @pytest.mark.parametrize(("response", "found"), [
     ("<answer>7</answer>", ("answer", "7", True)), ("so <calculate> 1+1 </calculate>\n", ("calculate", "1+1", True)),
     ("<answer>7</answer> yes", ("answer", "7", False)), ("<answer>7", ("", "", False)), ("7", ("", "", False)),
     ("<calculate>1</calculate><answer>1</answer>", ("calculate", "1", False)), ("<answer></answer>", ("answer", "", True)),
     ("<calculate><answer>1</answer></calculate>", ("calculate", "<answer>1</answer>", False)),
-    ("<Answer>7</Answer>", ("", "", False)),
+    ("<Answer>7</Answer>", ("", "", False)), ("I could <calculate> or so. <answer>3</answer>", ("answer", "3", True)),
+    ("An <answer> is due: <answer>3</answer>", ("answer", "3", True)),
     ("<answer>7</calculate>", ("", "", False)), ("<answer>" * 20_000, ("", "", False)),
 ])  # fmt: skip
 def test_actions_are_read(response, found):

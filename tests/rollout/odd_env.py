@@ -67,6 +67,14 @@ class Counting:
         return [*answer, None][: WRONG.get(verb, {}).get("length", 5)]
 
 
+class Slow(Counting):
+    """Takes 0.15 s for a step."""
+
+    def step(self, action):
+        time.sleep(0.15)
+        return super().step(action)
+
+
 class Restless(Counting):
     """A step takes up to 20 ms, each time other ones."""
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from hgpo_jax.config import load
-from hgpo_jax.rollout import rewards
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
 from hgpo_jax.rollout.reward_workers import read_rewards
@@ -86,8 +85,8 @@ def text_result(goals, turns):
 
 
 def test_text_episodes_get_rewards_and_one_whose_function_fails_is_left_out(here, monkeypatch):
-    monkeypatch.setattr(rewards, "TIME_LIMIT", 1.0)
-    with_rewards = reward("env.name=household_text", "reward=./texts.py:polite", "warm_start=none")
+    limits = "reward.time_limit=1", "reward.workers=2"
+    with_rewards = reward("env.name=household_text", "reward.source=./texts.py:polite", "warm_start=none", *limits)
     goals = ["counts", "raises", "each turn", "hangs", "talks", "dies", "counts"]
     (e, report), sums = with_rewards(text_result(goals, [2, 3, 2, 1, 1, 2, 3]))
     np.testing.assert_array_equal(e.rewards, [[0, 12, 0], [0] * 3, [4, 20, 0], [0] * 3, [0] * 3, [0] * 3, [0, 0, 13]])

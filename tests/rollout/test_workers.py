@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from odd_env import ODD, WRONG, Counting, Unreachable, broken, dying
+from odd_env import ODD, WRONG, Counting, Slow, Unreachable, broken, dying
 
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.shared_workers import SharedWorkers
@@ -144,6 +144,41 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
     finally:
         workers.close()
     assert not any(process.is_alive() for process in processes)
+
+
+def test_a_replaced_worker_has_time_to_play_what_it_takes_over():
+    """Four steps take longer than one answer may."""
+    workers = ProcessWorkers(Slow, 1, 3, time_limit=0.5)
+    try:
+        script = {0: ["add 1"] * 5, 1: [*["add 1"] * 4, "hang"], 2: ["add 1"] * 5}
+        outputs = play(workers, script, dict.fromkeys(script, 2))
+    finally:
+        workers.close()
+    assert outputs[1][-1] == EnvFailure("no answer in 0.5 s: action 'hang' in task 2")
+    assert [outputs[episode][-1].observation for episode in (0, 2)] == ["at 7", "at 7"]
+
+
+class Teamwork(Counting):
+    """Ends at once; the action says whose turn would be the next one."""
+
+    roles = ("planner", "doer")
+
+    def reset(self, task):
+        self.role = 0
+        return super().reset(task)
+
+    def step(self, action):
+        cut, role = action.split()
+        self.role = int(role)
+        *answer, _, info = super().step(action)
+        return *answer, True, info | {"truncated": True} if cut == "cut" else info
+
+
+def test_the_prompt_after_a_time_limit_is_the_next_roles():
+    script = {0: ["cut 1"], 1: ["over 1"], 2: ["over 7"], 3: ["cut 7"]}
+    outputs = play(LocalWorkers(Teamwork), script, dict.fromkeys(script, 2))
+    assert [outputs[episode][-1].role for episode in range(3)] == [1, 1, 0]
+    assert outputs[3][-1] == EnvFailure("ValueError: role is 7, there are 2")
 
 
 @pytest.mark.parametrize(("begin", "before"), [([], 1), (["add 1"], 3)])

@@ -300,6 +300,26 @@ def test_a_server_that_is_busy_or_restarts_is_asked_again(mock, status):
     assert server.retrieve(["red"], 2) == [[("red", 2.0), ("wine", 1.0)]] and len(Mock.asked) == 7
 
 
+def test_a_server_that_has_answered_is_waited_for(mock, monkeypatch):
+    monkeypatch.setattr(retrieval_client, "LONGEST_WAIT", 0.02)
+    server = mock(GOOD, *[(503, b"")] * 20, GOOD, (503, b""), patience=60)
+    for _ in range(2):
+        assert server.retrieve(["red"], 2) == [[("red", 2.0), ("wine", 1.0)]]
+    assert len(Mock.asked) == 22
+    server._patience = 0.1
+    with refused("answered with status 503, ", RetrievalError):
+        server.retrieve(["red"], 2)
+
+
+def test_a_url_is_used_whole_or_refused(mock):
+    server = mock(GOOD)
+    asked = RetrievalServer(f"{server._url}/find?index=wiki")
+    asked.retrieve(["red"], 2)
+    assert Mock.asked[0][0] == "/find?index=wiki"
+    with refused("http://...@x: holds a user name, which cannot be sent; leave it out"):
+        RetrievalServer("http://me:secret@x:8000")
+
+
 def test_a_server_that_gives_no_answer_in_time_is_asked_three_times(mock):
     server = mock(hang, time_limit=0.1)
     with refused("gave no answer in 0.1 s, 3 times", RetrievalError):

@@ -155,6 +155,15 @@ def test_any_responses_are_turns_of_an_episode(responses):
             break
 
 
+@pytest.mark.parametrize("answers, signals", [(("yes",), (0, 0)), (("No", "no."), (0, 0)), (("no", "Rome"), (0, -1))])
+def test_a_verdict_on_yes_or_no_is_neither_right_nor_wrong(answers, signals):
+    """No passage says yes."""
+    env = begun(answers=answers)
+    for verdict, signal in zip((NO, YES), signals, strict=True):
+        env.role = VERIFIER
+        assert env.step(verdict)[-1]["signals"]["verdict"] == signal
+
+
 def test_its_scripted_players_answer_all_and_mend_a_wrong_verdict(tmp_path):
     env = GeneratedTeam.open(tmp_path, 120)
     for task in range(40):

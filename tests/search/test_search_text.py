@@ -61,6 +61,7 @@ def test_scores_are_fractions_and_a_match_is_whole(one, other):
     ("so: <answer>red</answer>.", Action("answer", "red", False)),
     ("<search>a</search><answer>b</answer>", Action("search", "a", False)),
     ("<answer>a<search>b</search></answer>", Action("answer", "a<search>b</search>", True)),
+    ("I may <search> or <answer>. <search>red</search>", Action("search", "red", False)),
     ("<search>red</answer>", Action("")), ("<search> </search>", Action("")), ("</search>red<search>", Action("")),
     ("red", Action("")), ("", Action("")), ("<Search>red</Search>", Action("")), ("<answer>red", Action("")),
     ("<answer>" + "x" * 100_000 + "</answer>", Action("")), ("<search>" * 1200, Action("")),
@@ -104,10 +105,28 @@ def test_equal_passages_are_equal_states():
 @pytest.mark.parametrize(("passage", "line"), [
     ('"Red"\nRed is\n a colour.', "Red is a colour."),
     ('"Wine"\nIt may be red.', "Wine: It may be red."),
+    ("First line of a passage.\nSecond line.", "First line of a passage. Second line."),
     ("no title", "no title"), ("x" * 9000, "x" * 4000),
 ])  # fmt: skip
 def test_passages_are_shown_in_a_line(passage, line):
     assert shown(passage) == line
+
+
+@pytest.mark.parametrize("name", ["search", "search_team", "math", "math_team", "math_plain", "search_conversation"])
+def test_a_thought_that_is_cut_does_nothing(name):
+    for text, opened in (("<think>I may <answer>1</answer> or", ""), ("I may <answer>1</answer> or", "<think>\n")):
+        assert load_template(name).parse(text, 30, opened)[1:] == ("", False)
+    assert load_template(name).parse("I may <answer>1</answer>", 30)[1:] == ("I may <answer>1</answer>", True)
+
+
+@pytest.mark.parametrize("name", ["search", "math"])
+def test_chats_have_a_template_of_their_own(name):
+    template = load_template(f"{name}_conversation")
+    assert template.chats and template.bare and template.tells_goal and not template.slots - {"goal", "observation"}
+    check_together(load(None, [f"env.name={name}", f"env.template={name}_conversation", "policy=smollm2", "warm_start=none"]))
+    for env, mend in ((name, f"leave it out, or give {name}_conversation for a chat"), (f"{name}_team", "leave it out")):
+        with refused(f"env.template=conversation: env.name={env} lists no actions to choose from; {mend}"):
+            check_together(load(None, [f"env.name={env}", "env.template=conversation", "policy=smollm2", "warm_start=none"]))
 
 
 def test_the_template_asks_for_the_action_after_a_thought():

@@ -44,6 +44,8 @@ RELEASED = {
     "rollout.ready_fraction": 1.0,  # all environments in step
     "rollout.thinking": None,  # Qwen2.5's template has no switch
     "reward.source": "",  # the environment's alone
+    "reward.workers": 1,
+    "reward.time_limit": 60.0,
     "reward.overlong_cache": 0,  # D reward_model.overlong_buffer.enable: false
     "env.budgets": (),  # prompts tell none
     "env.state_key": "", "advantage.similarity": None,  # D algorithm.gigpo.enable_similarity: false
