@@ -20,7 +20,7 @@ from PIL import Image
 
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import Estimate
-from hgpo_jax.analysis import Dump, diagnostics, group_ids, load, read_config, step_value
+from hgpo_jax.analysis import Dump, diagnostics, group_ids, load, read_config, step_value, step_weights
 from hgpo_jax.config import Config, cli
 from hgpo_jax.rollout.episodes import dumped
 from hgpo_jax.trainer.curves import AGENTS, GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows
@@ -129,7 +129,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
         ]
         note = f"The environment's own score: {scores[b]:.3g}" if scores and scores[b] not in (0, 1) else ""
         episodes.append({"index": b, "success": bool(e.success[b]), "note": note, "turns": turns})
-    estimators, levels = {}, set()
+    estimators, ids = {}, []
     for name, record in records.items():
         estimators[name] = {"advantages": cut(record.advantages), "levels": list(record.levels)}
         if record.levels:
@@ -137,6 +137,9 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
             advantages, sizes, weights = record.by_level()
             absent = np.where(sizes > 0, 0.0, np.nan)
             total = (weights * advantages).sum(-1)
+            grouped = {level: group_ids(e, record, level) for level in record.levels}
+            shown = {level: [each[b, : happened[b]].tolist() for b in rows] for level, each in grouped.items()}
+            ids += [each for each in shown.values() if each not in ids]
             estimators[name] |= {
                 "level_advantages": cut(advantages + absent),
                 "level_weights": cut(weights + absent),
@@ -145,12 +148,12 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
                 # The quantity that level -1 compares, if it differs.
                 "scores": cut(step_value(dump, record, -1)) if -1 in record.levels and "rho" not in record.stats else None,
                 "summed": bool(np.allclose(total, record.advantages, atol=1e-3)),
+                # Which of the group's `ids` hold at each level.
+                "ids": {level: ids.index(each) for level, each in shown.items()},
+                # Whether the steps of an episode share the weight of one; whether level 0 compares milestones.
+                "shares": bool(-1 in grouped and (step_weights(record, -1, grouped[-1])[rows] < 1).any()),
+                "milestones": record.states is not None,
             }
-            levels |= set(record.levels)
-    ids = {}
-    for level in sorted(levels):
-        ids_of_level = group_ids(e, level)
-        ids[level] = [ids_of_level[b, : happened[b]].tolist() for b in rows]
     return {"group": group, "goal": dump.goal(rows[0]), "episodes": episodes, "estimators": estimators, "ids": ids}
 
 

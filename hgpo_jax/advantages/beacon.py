@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -25,7 +27,7 @@ def beacon(
     """GRPO's advantage plus `step_weight` times that of a step among the steps of its prompt group towards the same milestone.
 
     signals: f32[B, T, S]; the first is how many milestones the state after the step fulfils, a whole number. One that is lost
-        and reached again counts once.
+        and reached again counts once; one that is fulfilled from the start counts for the first step.
     The return of a step is `10 gamma^d`, d steps before the next milestone is reached, and 0 after the last one that is; less
     the penalty. It is compared where as many milestones were reached before. Other options as in `gigpo`.
 
@@ -38,7 +40,8 @@ def beacon(
     returns = _towards_milestones(batch.mask & (reached > before), gamma) - penalties(batch, invalid_penalty)
     magnitudes = jnp.abs(returns)
     step, sizes = step_advantages(batch._replace(states=before), returns, magnitudes, normalize)
-    return with_episode(batch, returns, step, sizes, step_weight, statistics, normalize, invalid_penalty)
+    record = with_episode(batch, returns, step, sizes, step_weight, statistics, normalize, invalid_penalty)
+    return dataclasses.replace(record, states=before)
 
 
 def _towards_milestones(milestones: jax.Array, gamma: float) -> jax.Array:

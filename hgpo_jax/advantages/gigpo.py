@@ -65,5 +65,6 @@ def with_episode(
         level_advantages=jnp.stack([episode, step], axis=-1),
         level_sizes=jnp.stack([episodes.sizes, step_sizes], axis=-1),
         level_weights=jnp.where(batch.mask[..., None], jnp.array([1.0, step_weight]), 0.0),
+        scores=episodes.scores,
         levels=(-1, 0),
     )

@@ -48,13 +48,13 @@ def hgpo(
         sizes.append(jnp.where(time >= level, size, 0))
     level_advantages = grouping.steps_in_place(jnp.stack(advantages), steps, shape)
     level_sizes = grouping.steps_in_place(jnp.stack(sizes), steps, shape)
-    levels = tuple(range(history_length + 1))
+    levels, scores = tuple(range(history_length + 1)), None
     if base_group:
         episodes = compare_episodes(batch, "per_step", invalid_penalty)
         base = normalized(episodes, normalize)
         level_advantages = jnp.concatenate([base[..., None], level_advantages], axis=-1)
         level_sizes = jnp.concatenate([episodes.sizes[..., None], level_sizes], axis=-1)
-        levels = (-1, *levels)
+        levels, scores = (-1, *levels), episodes.scores
     weights = jnp.array([float(level + weight_offset) ** alpha for level in levels], jnp.float32)
     # A level without a peer, or where the step equals its group's mean, gets no weight: the others share it.
     weights = jnp.where(level_advantages != 0, weights, 0.0)
@@ -65,5 +65,6 @@ def hgpo(
         level_advantages=level_advantages,
         level_sizes=level_sizes,
         level_weights=weights,
+        scores=scores,
         levels=levels,
     )

@@ -42,6 +42,9 @@ class Batch(NamedTuple):
         "part_returns",
         "margins",
         "keep",
+        "peers",
+        "states",
+        "scores",
         "stats",
     ],
     meta_fields=["levels"],
@@ -64,6 +67,10 @@ class Estimate:
     margins:          f32[B, T], how far a step's score is above the middle of its group, for losses that ask for it; None:
                       as far as its advantage says.
     keep:             bool[B, T], the steps to learn from; the others leave the update's sums and its counts. None: all.
+    peers:            i32[B, T], equal for the steps that may be compared with each other at all: those of a prompt group, with
+                      `by_role` of one role in it; -1 where a step did not happen or a filter dropped it.
+    states:           i32[B, T], what level 0 compares in place of the observation; None: the observation.
+    scores:           f32[B, T], what level -1 compares, the penalty in it; None: the returns.
     stats:            scalars or short vectors, by name.
     levels:           the level k of each of the L columns; -1 is the prompt group.
     """
@@ -77,6 +84,9 @@ class Estimate:
     part_returns: jax.Array | None = None
     margins: jax.Array | None = None
     keep: jax.Array | None = None
+    peers: jax.Array | None = None
+    states: jax.Array | None = None
+    scores: jax.Array | None = None
     stats: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     levels: tuple[int, ...] = ()
 

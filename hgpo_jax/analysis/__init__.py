@@ -16,6 +16,7 @@ from hgpo_jax.analysis.steps import (
     step_groups,
     step_text,
     step_value,
+    step_weights,
     steps_table,
     transitions,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "step_groups",
     "step_text",
     "step_value",
+    "step_weights",
     "steps_table",
     "transitions",
 ]

@@ -68,7 +68,8 @@ def against_oracle(advantages: ArrayLike, returns: ArrayLike, ids: np.ndarray) -
     `hgpo`. ids: from `oracle_groups`. The Oracle's advantage is the return minus the mean of its group.
     The error e = A - A_oracle is split by Oracle group: the part that a group's members share is bias, the rest is variance.
       steps: steps with an Oracle peer, the ones counted.
-      bias: root of the mean square of the group means of e. variance: mean square of e about its group's mean.
+      bias: root of the mean square of the group means of e. variance: mean square of e about its group's mean. The means of
+        few members hold some of the members' noise and all of the Oracle's, so that a bias is never 0, and compares estimators.
       mse: mean square of e, which is bias^2 + variance.
     All but `steps` are nan if no step has an Oracle peer.
     """

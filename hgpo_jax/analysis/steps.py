@@ -13,14 +13,15 @@ from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.rollout.episodes import Episodes
 
 
-def group_ids(episodes: Episodes, level: int) -> np.ndarray:
-    """Returns dense ids of the groups of a level, i64[B, T]; -1 where no step happened; `level` -1 is the prompt groups.
+def group_ids(episodes: Episodes, record: Estimate, level: int) -> np.ndarray:
+    """Returns dense ids of the groups of a level, i64[B, T]; -1 where a step is in none; `level` -1 is the prompt groups.
 
     Steps with t < level are in groups of their own, with steps of the same short past; estimators may leave them out
     (`level_sizes` 0). Whole contexts are compared, one column at a time.
     """
-    states, mask = np.asarray(episodes.states), np.asarray(episodes.mask)
-    columns = [np.broadcast_to(np.asarray(episodes.groups)[:, None], mask.shape)]
+    peers = np.asarray(record.peers)
+    states, mask = np.asarray(episodes.states if record.states is None else record.states), peers >= 0
+    columns = [peers]
     for lag in range(level + 1):
         before = np.full(mask.shape, -1, np.int64)
         before[:, lag:] = states[:, : max(mask.shape[1] - lag, 0)]
@@ -38,19 +39,27 @@ def step_value(dump: Dump, record: Estimate, level: int) -> jax.Array | np.ndarr
     `eb_gae` compares returns in the prompt group too, and subtracts penalties only after it has compared.
     """
     e = dump.episodes
-    penalty = np.where(e.invalid & e.mask, np.float32(dump.config.advantage.invalid_penalty), np.float32(0))
     if "rho" in record.stats:
-        return record.returns + penalty
-    if level >= 0:
-        return record.returns
-    return np.where(e.mask, e.rewards.sum(1, keepdims=True) - penalty, np.float32(0))
+        return record.returns + np.where(e.invalid & e.mask, np.float32(dump.config.advantage.invalid_penalty), np.float32(0))
+    return record.returns if level >= 0 or record.scores is None else record.scores
+
+
+def step_weights(record: Estimate, level: int, ids: np.ndarray) -> np.ndarray:
+    """Returns f64[B, T], how much each step counts in the mean of its group; ids: from `group_ids`.
+
+    With `advantage.statistics=per_trajectory` the steps of an episode share the weight of one in the prompt group.
+    """
+    counted = record.by_level()[1][..., record.levels.index(level)]
+    sizes = np.bincount(ids[ids >= 0])[ids] if (ids >= 0).any() else ids
+    steps = np.maximum((ids >= 0).sum(1, keepdims=True), 1)
+    return np.where((level < 0) & (counted != sizes), 1 / steps, 1.0)
 
 
 def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[dict]:
     """Returns the groups of one step, one dict per level that the step has in `record`.
 
-    level; history: the observations that its members share, oldest first; advantage and weight of the level; mean of the
-    compared values; members: episode and turn, return, value (which the level compares), and the advantage that the level
+    level; history: the observations by which its members are grouped, oldest first; advantage and weight of the level; mean of
+    the compared values; members: episode and turn, return, value (which the level compares), and the advantage that the level
     gives to that member. The step itself is one of them. A record without levels gives [].
     """
     e = dump.episodes
@@ -61,15 +70,17 @@ def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[d
         advantages, sizes, weights = record.by_level()
         if not sizes[episode, turn, column]:
             continue
-        ids, value = group_ids(e, level), step_value(dump, record, level)
+        ids, value = group_ids(e, record, level), step_value(dump, record, level)
+        share = step_weights(record, level, ids)
         members = np.argwhere(ids == ids[episode, turn]).tolist()
+        shared = range(max(turn - level, 0), turn + 1) if level >= 0 and record.states is None else range(0)
         groups.append(
             {
                 "level": level,
-                "history": [dump.observation(episode, t) for t in range(max(turn - level, 0), turn + 1) if level >= 0],
+                "history": [dump.observation(episode, t) for t in shared],
                 "advantage": float(advantages[episode, turn, column]),
                 "weight": float(weights[episode, turn, column]),
-                "mean": float(np.mean([value[b, t] for b, t in members])),
+                "mean": float(np.average([value[b, t] for b, t in members], weights=[share[b, t] for b, t in members])),
                 "members": [
                     {
                         "episode": b,

@@ -151,7 +151,10 @@ class MessagesBody(SamplingBody):
     output_config: OutputConfig = OutputConfig()
 
     def request(self) -> SamplingRequest:
-        """Translates the body."""
+        """Translates the body. Raises ApiError for an answer that is to go on from what is given."""
+        if self.messages[-1].role == "assistant":
+            last = "the last one is the assistant's, from which this server does not go on"
+            raise ApiError(400, f"messages: {last}", param="messages")
         system = [{"role": "system", "content": _text(self.system)}] if self.system else []
         tools = [] if self.tool_choice.type == "none" else self.tools
         conversation = Conversation(

@@ -23,6 +23,7 @@ from hgpo_jax.serving.requests import (
     SamplingBody,
     SamplingRequest,
     StopStrings,
+    TextPart,
     function_call,
     function_tool,
     or_text,
@@ -31,11 +32,10 @@ from hgpo_jax.serving.requests import (
 )
 
 
-class Part(OpenBody):
+class Part(TextPart):
     """A part of a message's content, which must be text."""
 
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal"]
 
 
 class Function(OpenBody):
@@ -248,7 +248,9 @@ class TextCompletions(ChatCompletions):
     prefix, whole_name, streamed_name = "cmpl", "text_completion", "text_completion"
 
     def _opening(self) -> list[dict[str, Any]]:
-        return []
+        """Builds empty choices for an event with the prompt's ids; otherwise no event opens a stream."""
+        same = {"text": "", "finish_reason": None, "logprobs": None}
+        return [{"index": i} | same for i in range(self.request.n if self._body.return_token_ids else 0)]
 
     def _choice(self, piece: Piece, exchange: Exchange, where: str) -> dict[str, Any]:
         choice = {"index": piece.index, "text": piece.text, "finish_reason": piece.finish_reason}

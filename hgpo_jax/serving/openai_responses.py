@@ -24,6 +24,7 @@ from hgpo_jax.serving.requests import (
     SamplingBody,
     SamplingRequest,
     StopStrings,
+    TextPart,
     function_call,
     function_tool,
     or_text,
@@ -35,11 +36,10 @@ LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
 STORED = ("previous_response_id", "conversation", "prompt")  # fields that name what OpenAI's own server has stored
 
 
-class Part(OpenBody):
+class Part(TextPart):
     """A part of a message's content, which must be text. logprobs: those of an earlier answer, without an effect."""
 
-    type: Literal["input_text", "output_text"]
-    text: str
+    type: Literal["input_text", "output_text", "refusal"]
     logprobs: list[Any] = Field(default_factory=list)
 
 

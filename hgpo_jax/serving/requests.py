@@ -7,6 +7,7 @@ once, the log name it. It is rejected if the answer would be wrong (`CHANGING`).
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, TypeVar
@@ -164,7 +165,7 @@ class SamplingBody(OpenBody):
 
     model: str
     temperature: float | None = Field(None, ge=0, le=10)
-    top_p: float | None = Field(None, ge=1e-9, le=1)
+    top_p: float | None = Field(None, ge=0, le=1)  # 0: the most likely token
     top_k: int | None = Field(None, ge=-1, lt=2**31)  # -1, as in other servers: all tokens, like 0
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stream: bool = False
@@ -175,6 +176,8 @@ class SamplingBody(OpenBody):
         decoding = {name: value for name in ("temperature", "top_p", "top_k") if (value := getattr(self, name)) is not None}
         if decoding.get("top_k") == -1:
             decoding["top_k"] = 0
+        if "top_p" in decoding:
+            decoding["top_p"] = max(decoding["top_p"], 1e-9)
         same = {name: getattr(self, name) for name in ("model", "seed", "stream", "metadata")}
         return SamplingRequest(prompt=prompt, decoding=decoding, limit=limit, stop=stop, ignored=self.ignored(), **same)
 
@@ -189,15 +192,35 @@ class JsonSchema(OpenBody):
 
 
 class CalledFunction(OpenBody):
-    """A call in an earlier answer, in OpenAI's words."""
+    """A call in an earlier answer, in OpenAI's words. What is no JSON object, as in a call that was cut, is shown as a text."""
 
     name: str
-    arguments: pydantic.Json[dict[str, Any]] = Field(default_factory=dict)
+    arguments: dict[str, Any] = Field(default_factory=dict)
 
     @pydantic.field_validator("arguments", mode="before")
     @classmethod
-    def _may_be_empty(cls, arguments: Any) -> Any:
-        return arguments or "{}"
+    def _may_be_any_text(cls, arguments: Any) -> Any:
+        if not isinstance(arguments, str):
+            return arguments
+        try:
+            read = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            read = None
+        return read if isinstance(read, dict) else {"arguments": arguments}
+
+
+class TextPart(OpenBody):
+    """A part of a message's content that is text; an earlier answer's refusal is."""
+
+    type: str
+    text: str
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _may_be_a_refusal(cls, part: Any) -> Any:
+        if isinstance(part, dict) and part.get("type") == "refusal" and "text" not in part:
+            return {name: value for name, value in part.items() if name != "refusal"} | {"text": part.get("refusal")}
+        return part
 
 
 def or_text(kind: str) -> BeforeValidator:

@@ -20,7 +20,7 @@ function paint(element, value) {
 
 // The steps [episode, turn] of a level's group, with what the level compares.
 function members(level) {
-  const group = groupNow(), detail = group.estimators[explainer()], ids = group.ids[level];
+  const group = groupNow(), detail = group.estimators[explainer()], ids = group.ids[detail.ids[level]];
   const id = ids[at.episode][at.turn], column = detail.levels.indexOf(level);
   const values = level < 0 && detail.scores ? detail.scores : detail.compared;
   const found = [];
@@ -29,6 +29,13 @@ function members(level) {
     found.push({ b, t, value: values[b][t], advantage: detail.level_advantages[b][t][column] });
   }));
   return found;
+}
+// The mean that a level subtracts. Where the steps of an episode share the weight of one, each counts that much less.
+function meanOf(who, level) {
+  if (level >= 0 || !groupNow().estimators[explainer()].shares) return mean(who.map((m) => m.value));
+  const steps = new Map();
+  for (const m of who) steps.set(m.b, (steps.get(m.b) ?? 0) + 1);
+  return who.reduce((sum, m) => sum + m.value / steps.get(m.b), 0) / steps.size;
 }
 // Whether all members of a group have done equally well: then it compares nothing, however many they are.
 const flat = (who) => who.length > 1 && who.every((m) => Math.abs(m.value - who[0].value) <= 1e-6 * Math.abs(who[0].value));
@@ -162,7 +169,7 @@ function step() {
     const who = members(level);
     body.append(make("tr", { class: level === at.level ? "now" : "" },
       make("td", {}, make("button", { type: "button", "aria-pressed": String(level === at.level), id: `level-${level}`, onclick: () => { at.level = level; map(); step(); byId(`level-${level}`).focus(); } }, levelName(level))),
-      make("td", { class: "n" }, String(who.length)), make("td", { class: "n" }, show(mean(who.map((m) => m.value)))),
+      make("td", { class: "n" }, String(who.length)), make("td", { class: "n" }, show(meanOf(who, level))),
       make("td", { class: "n" }, valueOf(part)), make("td", { class: "n" }, weight ? show(weight) : who.length === 1 ? "no peer" : flat(who) ? "no variance" : "left out"),
       make("td", {}, pull(part, Math.max(...levels.map((l) => Math.abs(l.part)))))));
   }
@@ -171,21 +178,24 @@ function step() {
   let peers = [];
   if (at.level != null) {
     const who = members(at.level).sort((a, b) => b.value - a.value), scores = at.level < 0 && detail.scores;
-    const rows = scores ? who.filter((m, i) => who.findIndex((o) => o.b === m.b) === i) : who;
+    // Steps of an episode differ in their penalties alone: one row for each value, this step's own among them.
+    const same = (m, o) => o.b === m.b && o.value === m.value, own = who.find((m) => m.b === at.episode && m.t === at.turn);
+    const rows = scores ? who.filter((m, i) => (own && same(m, own) ? m === own : who.findIndex((o) => same(m, o)) === i)) : who;
     const largest = Math.max(...who.map((m) => Math.abs(m.advantage)));
     const list = make("tbody");
-    for (const m of flat(rows) ? [] : rows) {
-      const other = group.episodes[m.b], self = m.b === at.episode && (scores || m.t === at.turn);
+    for (const m of flat(who) ? [] : rows) {
+      const other = group.episodes[m.b], self = m === own;
       list.append(make("tr", { class: self ? "self" : "" },
-        make("td", {}, make("button", { type: "button", onclick: () => go(m.b, scores ? 0 : m.t, "step") }, scores ? `episode ${m.b}` : `${m.b}, turn ${m.t}`)),
+        make("td", {}, make("button", { type: "button", onclick: () => go(m.b, m.t, "step") }, scores ? `episode ${m.b}` : `${m.b}, turn ${m.t}`)),
         make("td", { class: "mono" }, scores ? `${other.turns.length} turns, ${other.success ? "success" : "failure"}` : text(other.turns[m.t].response)),
         make("td", { class: "n" }, show(m.value)), make("td", { class: "n" }, valueOf(m.advantage)), make("td", {}, pull(m.advantage, largest))));
     }
-    const past = at.level < 0 ? [] : episode.turns.slice(Math.max(0, at.turn - at.level), at.turn + 1);
+    const past = at.level < 0 || detail.milestones ? [] : episode.turns.slice(Math.max(0, at.turn - at.level), at.turn + 1);
     peers = [
-      make("h3", {}, at.level < 0 ? "Prompt group: the episodes of this task" : `Level ${at.level}: steps that ${at.level ? `share these ${at.level + 1} observations` : "share the observation"}`),
+      make("h3", {}, at.level < 0 ? "Prompt group: the episodes of this task" : detail.milestones ? "Level 0: steps towards the same milestone"
+        : `Level ${at.level}: steps that ${at.level ? `share these ${at.level + 1} observations` : "share the observation"}`),
       ...(past.length ? [make("ol", { class: "history" }, ...past.map((p) => make("li", {}, text(p.observation).slice(0, 400))))] : []),
-      flat(rows) ? make("p", { class: "flat" }, scores
+      flat(who) ? make("p", { class: "flat" }, scores
         ? `All ${rows.length} episodes score ${show(rows[0].value)}: without variance, the group gives no advantage.`
         : `All ${rows.length} steps have return ${show(rows[0].value)}: without variance, the group gives no advantage.`)
       : make("div", { class: "tall", tabindex: 0, role: "region", "aria-label": "Steps of the group" },

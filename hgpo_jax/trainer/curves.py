@@ -63,7 +63,7 @@ GROUPS = (
     Panel("Steps with a peer, by level", "peers/", "share of steps", "share"),
     Panel("Steps with advantage 0", "advantage_zero", "share of steps", "share"),
     Panel("Mean size of an advantage", "advantage_abs", "absolute advantage", "zero"),
-    Panel("Cosine to HGPO with K = 0", "cosine_to_level0", "cosine", "free"),
+    Panel("Cosine to the advantages of level 0", "cosine_to_level0", "cosine", "free"),
     Panel("Variance between groups, by level", "hierarchy/tau2_", "tau² (return²)", "zero"),
     Panel("Variance within groups, by level", "hierarchy/s2_", "s² (return²)", "zero"),
     Panel("What depth can add", "hierarchy/rho", "rho", "zero"),

@@ -178,7 +178,7 @@ def advantage_metrics(mask, estimate: Estimate) -> dict:
         _, sizes, _ = estimate.by_level()
         metrics[f"peers/level{level}"] = ((sizes[..., column] > 1) & mask).sum() / steps
     if 0 in estimate.levels:
-        # Cosine between the advantages of HGPO with K = 0 and those in use: it shows how much the deeper levels change them.
+        # It shows how much the other levels change; for hgpo, gigpo, eb_gae and pgpo level 0 is HGPO with K = 0.
         level0 = estimate.by_level()[0][..., estimate.levels.index(0)]
         norms = jnp.sqrt((level0**2).sum() * (estimate.advantages**2).sum())
         metrics["cosine_to_level0"] = (level0 * estimate.advantages).sum() / jnp.maximum(norms, 1e-12)

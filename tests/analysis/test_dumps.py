@@ -91,33 +91,48 @@ def test_roles_are_told_where_there_are_several(dump):
 
 
 @pytest.mark.parametrize("level", [-1, 0, 1, 2, 99])
-def test_groups_are_those_of_a_plain_loop(dump, level):
+def test_groups_are_those_of_a_plain_loop(dump, hgpo, level):
     e = dump.episodes
     found = {}
     for b, t in np.argwhere(e.mask).tolist():
         context = () if level < 0 else tuple(e.states[b, max(0, t - level) : t + 1])
         found.setdefault((int(e.groups[b]), *context), []).append((b, t))
-    ids = analysis.group_ids(e, level)
+    ids = analysis.group_ids(e, hgpo, level)
     assert (ids[~e.mask] == -1).all()
     assert len(np.unique(ids[e.mask])) == len(found)
     for members in found.values():
         assert len({int(ids[step]) for step in members}) == 1
 
 
-@pytest.mark.parametrize(("name", "options"), [("hgpo", {"base_group": True}), ("gigpo", {}), ("eb_gae", {})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("hgpo", {"base_group": True}), ("gigpo", {}), ("eb_gae", {}), ("gigpo", {"statistics": "per_trajectory"}),
+        ("hgpo", {"by_role": True, "base_group": True}), ("gigpo", {"keep": "informative"}), ("beacon", {"signals": True}),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_steps_groups_add_up_to_its_advantage(dump, name, options):
-    record = dump.estimate(name, **options)
+    e = dump.episodes
+    turns = np.arange(e.mask.shape[1])
+    given = {
+        "by_role": np.where(e.mask, turns % 2, 0).astype(np.int32),
+        "signals": np.where(e.mask, turns // 3 + (e.states % 2 == 0), 0).astype(np.float32)[..., None],
+    }
+    record = dump.estimate(name, **{option: given.get(option, value) for option, value in options.items()})
     for b, t in some_steps(dump):
         groups = analysis.step_groups(dump, record, b, t)
         assert [g["level"] for g in groups] == [k for k, n in zip(record.levels, record.level_sizes[b, t], strict=True) if n]
         for group in groups:
             column = record.levels.index(group["level"])
             members = group["members"]
-            assert len(members) == record.level_sizes[b, t, column]
+            shares = group["level"] < 0 and "statistics" in options
+            counted = {m["episode"] for m in members} if shares else members
+            assert len(counted) == record.level_sizes[b, t, column]
             (self,) = (m for m in members if (m["episode"], m["turn"]) == (b, t))
             assert self["advantage"] == group["advantage"]
-            assert len(group["history"]) == (0 if group["level"] < 0 else min(group["level"], t) + 1)
-            if group["level"] >= 0:
+            assert len(group["history"]) == (0 if group["level"] < 0 or name == "beacon" else min(group["level"], t) + 1)
+            if group["history"]:
                 assert group["history"][-1] == dump.observation(b, t)
             # Settings are `mean`: an advantage is the distance from the mean.
             np.testing.assert_allclose(self["value"] - group["mean"], group["advantage"], atol=1e-4)

@@ -67,7 +67,10 @@ def test_a_stream_is_the_same_answer(client):
 def test_a_streamed_text_completion_is_read_by_its_first_choice(client):
     asked = {"model": "tiny", "prompt": "Once", "seed": 3, "max_tokens": 9}
     whole = client.completions.create(**asked).choices[0].text
-    assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True)) == whole
+    for ids in ({}, IDS):
+        assert "".join(chunk.choices[0].text for chunk in client.completions.create(**asked, stream=True, **ids)) == whole
+    greedy, likeliest = (client.completions.create(**asked | wish) for wish in ({"temperature": 0}, {"top_p": 0}))
+    assert greedy.choices[0].text == likeliest.choices[0].text
 
 
 @pytest.mark.parametrize("prompt", [["Once"], "ids"])
@@ -136,7 +139,7 @@ def test_models_and_health(client, port, engine):
         ({"stream": "abc"}, 400, "stream: "),
         ({"stream_options": {"include_usage": "x"}}, 400, "stream_options.include_usage: "),
         ({"temperature": -1, "stream": False}, 400, "temperature: "),
-        ({"top_p": 1e-50}, 400, "top_p: "),
+        ({"top_p": -1e-50}, 400, "top_p: "),
         ({"messages": [{"role": "user"}]}, 400, "messages.0: a message of the user needs content"),
         ({"messages": [{"role": "function", "content": "x", "name": "1"}]}, 400, "messages.0.role: "),
         ({"model": "gpt" * 999}, 404, "is not served here"),

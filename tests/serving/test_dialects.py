@@ -184,10 +184,11 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
         (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0: Input tag 'item_reference' found"),
         (Responses, {"input": []}, "input: List should have at least 1 item"),
         (Responses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
-         "content.0.type: Input should be 'input_text' or"),
+         "content.0.type: Input should be 'input_text', 'output_text' or"),
         (Responses, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
         (Responses, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format: needs the package"),
-        (Responses, {"input": [of_responses("x", "y") | {"arguments": "[]"}]}, "arguments: Input should be an object"),
+        (Responses, {"input": [of_responses("x", "y") | {"arguments": 5}]}, "arguments: Input should be an object"),
+        (Messages, {"messages": [*HELLO, {"role": "assistant", "content": "{"}]}, "messages: the last one is the assistant's"),
         *((dialect, wish, message) for dialect in BOTH for wish, message in (
             ({"temperature": -1}, "temperature: "), ({"model": "gpt"}, "model: 'gpt' is not served here"),
             ({"presence_penalty": 1}, "presence_penalty: this server cannot"), ({"model": None}, "model: Field required"),

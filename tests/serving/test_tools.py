@@ -46,6 +46,19 @@ def test_prompts_are_the_chat_templates(make):
     assert "look_at" not in tokenizer.decode(shown(tokenizer, body(HELLO, tool_choice="none")))
 
 
+@pytest.mark.parametrize("arguments", ['{"thing": "de', "[]", "desk"])
+def test_calls_and_refusals_of_other_models_stay_in_the_history(arguments):
+    """Otherwise every further request of that conversation would be refused."""
+    call = {"type": "function", "function": {"name": "look_at", "arguments": arguments}}
+    refusal = {"type": "refusal", "refusal": "No."}
+    messages = [{"role": "assistant", "tool_calls": [call]}, {"role": "assistant", "content": [refusal]}]
+    prompt = ChatCompletions(body([*HELLO, *messages])).request.prompt
+    assert prompt.messages[-2]["tool_calls"][0]["function"]["arguments"] == {"arguments": arguments}
+    assert prompt.messages[-1]["content"] == "No."
+    tokenizer = tool_tokenizer()
+    assert "No." in tokenizer.decode(shown(tokenizer, body([*HELLO, *messages])))
+
+
 @pytest.fixture
 def answered(policy, request):
     """A function: what the client gets, whole and streamed, of an answer: (content, its calls, finish reason) twice.
@@ -117,7 +130,7 @@ def test_calls_of_the_templates_family_reach_the_client(answered, texts, require
     ("given", "message"),
     [
         (body([*HELLO, {"role": "user", "content": "x", "tool_calls": CALLS[1]["tool_calls"]}]), "calls no tools"),
-        (body([{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "[]"}}]}]), "arguments: Input"),
+        (body([{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": 5}}]}]), "arguments: Input"),
         (body(tools=None, tool_choice="required"), "tool_choice: a call needs tools"),
         (body(tool_choice={"type": "function", "function": {"name": "go"}}), "tool_choice: 'go' is none of the tools"),
         (body(tools=[{"type": "web_search"}]), "tools.0"),
