@@ -186,7 +186,7 @@ def evaluate_policy(
         configuration.read_fields(None, cli.saved_policy(folder)), tree.model_dump(mode="json")
     )
     outside_code(policy_config)  # which refuses what has changed since this process read it
-    with _alone(verbose), contextlib.closing(build(policy_config, prepare_devices(policy_config))) as job:
+    with _alone(verbose), contextlib.closing(build(policy_config, prepare_devices(policy_config), trains=False)) as job:
         return play_both(job, job.base_rollout_params(job.given_params))[0]
 
 

@@ -105,7 +105,7 @@ def _prepare(
         play: panels.Play = served.play
         types: Sequence[str] = served.task_types
     else:
-        job = build(config, mesh)
+        job = build(config, mesh, trains=False)
         if args.panel or jax.process_count() == 1:
             with phase("reading the policy for its digest"):
                 sources = (policy.settings.policy.source for policy in job.policies.values())

@@ -87,7 +87,7 @@ def main() -> None:
     episodes = math.lcm(max(2, mesh.shape["data"] * mesh.shape["fsdp"]), len(config.env.budgets) or 1)
     row = args.task % (len(config.env.budgets) or 1)
     small = ["rollout.prompt_groups=1", f"rollout.group_size={episodes}"]
-    job = build(configuration.load(source, [*overrides, *small]), mesh)
+    job = build(configuration.load(source, [*overrides, *small]), mesh, trains=False)
     if job.runner.num_held_out_tasks and args.task >= job.runner.num_held_out_tasks:
         raise ConfigError(f"--task {args.task}: there are {job.runner.num_held_out_tasks} held-out tasks, counted from 0")
 

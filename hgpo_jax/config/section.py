@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Annotated, get_args
 
@@ -35,7 +36,7 @@ class Section(pydantic.BaseModel):
     def _is_text(cls, value):
         if isinstance(value, str) and CONTROL.search(value):
             raise ValueError("contains a control character; remove it")
-        return value
+        return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def field(default, meaning, **limits):

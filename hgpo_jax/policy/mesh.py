@@ -12,6 +12,8 @@ import math
 import re
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "tensor")
@@ -76,8 +78,19 @@ def make_mesh(spec: str, devices: list | None = None) -> Mesh:
             f"mesh={spec[:100]!r}: takes {count} of the {len(devices)} devices, and {jax.process_count()} processes must take "
             "all; one axis may be -1"
         )
-    devices = devices[:count]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
+    shape, names, types = tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes)
+    try:
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices[:count])
+    except (NotImplementedError, AssertionError):  # of TPUs, whose axes jax alone does not split, or an odd part of a slice
+        return Mesh(_arranged(shape, devices[:count]), names, axis_types=types)
+
+
+def _arranged(shape: tuple[int, ...], devices: list) -> np.ndarray:
+    """Arranges devices as their network is if it can be split like that, or else in their own order."""
+    try:
+        return mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    except (NotImplementedError, AssertionError, ValueError):
+        return np.array(devices).reshape(shape)
 
 
 def abstract_mesh(spec: str) -> AbstractMesh:

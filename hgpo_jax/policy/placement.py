@@ -101,6 +101,15 @@ def storage_shardings(tree, config: ModelConfig, mesh: Mesh, *, offload: bool):
     return jax.tree.map(lambda a, placed: placed.with_memory_kind("pinned_host") if a.ndim else placed, tree, on_devices)
 
 
+def place(params, placed):
+    """Moves arrays to these shardings, and descriptions of arrays (`jax.ShapeDtypeStruct`), too."""
+
+    def moved(a, sharding):
+        return a.update(sharding=sharding) if isinstance(a, jax.ShapeDtypeStruct) else jax.device_put(a, sharding)
+
+    return jax.tree.map(moved, params, placed)
+
+
 def cast(params, dtype: str):
     """Casts the parameters to another floating-point type.
 

@@ -67,9 +67,13 @@ def signal_names(config: Config) -> tuple[str, ...]:
 
     The last two are made to find out. Raises the errors of making them.
     """
-    source = config.reward.source
     budget = (BUDGET,) if config.env.budgets else ()
-    return (*budget, *declared(make_one(config)), *(declared(reward_function(source)) if source else ()))
+    return (*budget, *declared(make_one(config)), *reward_signals(config))
+
+
+def reward_signals(config: Config) -> tuple[str, ...]:
+    """Returns the names of the reward function's signals. Raises ConfigError if it cannot be loaded."""
+    return declared(reward_function(config.reward.source)) if config.reward.source else ()
 
 
 def _check_compiled(source: str, function: Callable, episodes: Episodes) -> None:

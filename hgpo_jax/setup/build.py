@@ -33,8 +33,11 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import phase
 
 
-def check_memory(config: Config, mesh: Mesh, rollout_mesh: Mesh | None = None) -> ModelConfig:
-    """Returns the policy's sizes. Raises ConfigError if they are invalid or, after printing the memory plan, too large."""
+def check_memory(config: Config, mesh: Mesh, rollout_mesh: Mesh | None = None, trains: bool = True) -> ModelConfig:
+    """Returns the policy's sizes. Raises ConfigError if they are invalid or, after printing the memory plan, too large.
+
+    trains: as for `build`.
+    """
     beside = {}
     try:
         workload = memory.workload_of(config, mesh)
@@ -44,7 +47,9 @@ def check_memory(config: Config, mesh: Mesh, rollout_mesh: Mesh | None = None) -
             phases, beside[f"rollout.mesh={config.rollout.mesh}"] = memory.bytes_apart(config, mesh, rollout_mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    if mesh.local_devices[0].platform == "cpu":
+    if not trains:
+        phases = memory.of_playing(phases)
+    elif mesh.local_devices[0].platform == "cpu":
         memory.add_checkpoint(phases)
     if limit := memory.device_limit([*mesh.local_devices, *(rollout_mesh.local_devices if rollout_mesh else ())]):
         for given, part in {f"mesh={config.mesh}": phases, **beside}.items():
@@ -158,8 +163,10 @@ def work_of(config: Config) -> str:
 
 
 @phase("preparing policy and environment", says_end=False)
-def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = None) -> Job:
+def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = None, *, trains: bool = True) -> Job:
     """Builds a job, on `prepare_devices(config)` if no mesh is given. rollout_mesh: `Job.rollout_mesh`.
+
+    trains: whether it will learn, or only play, for which there need be less memory.
 
     Raises ConfigError for a configuration that cannot work, before any real computation.
     """
@@ -175,7 +182,7 @@ def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = 
         jax.config.update("jax_compilation_cache_dir", str(compiled))
     makers = text_makers(config)  # first, so that missing files are reported before weights are read
     check_expert(config, makers)
-    policy = make_policy(config, check_memory(config, mesh, rollout_mesh), mesh)
+    policy = make_policy(config, check_memory(config, mesh, rollout_mesh, trains), mesh)
     policies = make_policies(config, policy, mesh, rollout_mesh)
     models = {name: setup.model for name, setup in policies.items()}
     tokenizers = {name: setup.initial.tokenizer for name, setup in policies.items()}
@@ -183,23 +190,26 @@ def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = 
     job = Job(config, mesh, policies, policy.tokenizer, runner, rollout_mesh=rollout_mesh)
     if config.reward.source:
         job = dataclasses.replace(job, reward=make_reward(config, job.abstract_episodes()))
-    check_signals(job)
+    check_signals(config, job.runner.signals, job.signals)
     return job
 
 
-def check_signals(job: Job) -> None:
-    """Raises ConfigError if a run's signals have equal names, or are not those that its method needs."""
-    config, names, weights = job.config, job.signals, job.config.advantage.signal_weights
-    if config.env.budgets and job.runner.signals.count(BUDGET) > 1:
+def check_signals(config: Config, own: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """Raises ConfigError if a run's signals have equal names, or are not those that its method needs.
+
+    own: names of the environment's. names: those of the reward function's, too.
+    """
+    weights, method = config.advantage.signal_weights, method_named(config.method)
+    if config.env.budgets and own.count(BUDGET) > 1:
         given = ",".join(map(str, config.env.budgets))
         raise ConfigError(f"env.budgets={given}: env.name={config.env.name} has a signal {BUDGET} of its own; leave it out")
     if len(set(names)) < len(names):
         raise ConfigError(
             f"reward.source={config.reward.source}: signals are {', '.join(names)}, of which env.name={config.env.name} has "
-            f"{', '.join(job.runner.signals)}; give each another name"
+            f"{', '.join(own)}; give each another name"
         )
-    first = FIRST_SIGNAL.get(job.method.estimator)
-    if "signals" in parameters(job.method.estimator)[0] and not names:
+    first = FIRST_SIGNAL.get(method.estimator)
+    if "signals" in parameters(method.estimator)[0] and not names:
         mend = "declare them, as hgpo_jax/rollout/signals.py says"
         if first == BUDGET:
             mend = f"give env.budgets, for instance {max(1, config.env.max_turns // 2)},{config.env.max_turns}"

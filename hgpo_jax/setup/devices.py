@@ -13,6 +13,7 @@ from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.setup.memory import MEMORY_SHARES, USABLE
 from hgpo_jax.setup.validate import mesh_of_rollouts
 from hgpo_jax.utils import distributed
+from hgpo_jax.utils.container import processors
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import phase
 
@@ -28,11 +29,10 @@ def open_devices(multiprocess: bool = False) -> None:
         os.environ[min(MEMORY_SHARES)] = str(USABLE)
     if multiprocess:
         distributed.join()
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     if not forced:
         with contextlib.suppress(RuntimeError):  # a program that has used jax before keeps its devices
-            jax.config.update("jax_num_cpu_devices", cores)
+            jax.config.update("jax_num_cpu_devices", processors())
     distributed.mute_other_processes()
 
 

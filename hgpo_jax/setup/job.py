@@ -17,7 +17,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.methods import Method, method_named
 from hgpo_jax.policy import ModelConfig, Policy, lora
-from hgpo_jax.policy.placement import cast, shardings_like, storage_shardings
+from hgpo_jax.policy.placement import cast, place, shardings_like, storage_shardings
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.host import HostRollout
 from hgpo_jax.rollout.partial_rollout import PartialRollout
@@ -67,7 +67,7 @@ class PolicySetup:
         """Moves parameters to the mesh of the rollouts; what is there is not copied."""
         if self.rollout_mesh is None:
             return params
-        return jax.device_put(params, shardings_like(params, self.model, self.rollout_mesh))
+        return place(params, shardings_like(params, self.model, self.rollout_mesh))
 
     def merged_params(self, trained, reference, donate: bool = False) -> dict:
         """Returns the weights of an equivalent policy without adapters.
@@ -82,12 +82,17 @@ class PolicySetup:
         Policy(self.initial.config, params, self.initial.tokenizer).save(folder)
 
     def compute_copy(self, params):
-        """Casts the parameters to `policy.compute_dtype`, for sampling and the loss; arrays of that type are not copied."""
+        """Casts the parameters to `policy.compute_dtype`, for sampling and the loss; arrays of that type are not copied.
+
+        Of descriptions of arrays (`jax.ShapeDtypeStruct`), returns those of the result.
+        """
         dtype = self.settings.policy.compute_dtype
         leaves, structure = jax.tree.flatten(params)
         others = [a for a in leaves if a.dtype != dtype]
         if not others:
             return params
+        if all(isinstance(a, jax.ShapeDtypeStruct) for a in others):
+            return jax.tree.map(lambda a: a.update(dtype=jnp.dtype(dtype)), params)
         # An array that passes through jit is copied: with LoRA, the whole reference policy if its adapters have another type.
         cast_ones = iter(_cast(others, dtype))
         return jax.tree.unflatten(structure, [a if a.dtype == dtype else next(cast_ones) for a in leaves])
@@ -214,7 +219,7 @@ class Job:
                     copies[id(params)] = policy.compute_copy(params)
                 return copies[id(params)]
             copy = policy.compute_copy(params)
-            return jax.device_put(copy, storage_shardings(copy, policy.model, policy.mesh, offload=True))
+            return place(copy, storage_shardings(copy, policy.model, policy.mesh, offload=True))
 
         return self.by_policy(copy_of, params)
 

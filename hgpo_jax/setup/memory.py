@@ -32,6 +32,7 @@ from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import environment, max_turns
 from hgpo_jax.sampling.constraint import words_of
 from hgpo_jax.setup.sight import shown, small_model, tower_is_frozen
+from hgpo_jax.utils.container import memory_limit
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -158,6 +159,15 @@ def bytes_apart(config: Config, mesh, rollout_mesh) -> tuple[dict, dict]:
     if config.lora.rank or any(role.lora_rank for role in config.roles.values()):
         kept["reference policy"] = always["reference policy"]
     return learning | {"sampling": {}}, {"always": kept, "sampling": sampling["sampling"] | {"compute copy": 0}, "update": {}}
+
+
+def of_playing(phases: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
+    """Returns what a job needs that only plays: an evaluation, of weights without adapters."""
+    kept = ("parameters", "episodes", GOING_ON)
+    return {
+        "always": {name: size for name, size in phases["always"].items() if name in kept},
+        "sampling": phases["sampling"],
+    }
 
 
 def add_checkpoint(phases: dict[str, dict[str, int]]) -> None:
@@ -380,7 +390,8 @@ def device_limit(devices: Sequence) -> int | None:
         # Of a GPU, what jax has reserved: all that is used.
         return round(stats["bytes_limit"] / (USABLE if devices[0].platform == "gpu" else 1))
     if devices[0].platform == "cpu" and hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(machine, memory_limit() or machine) // len(devices)
     return None
 
 

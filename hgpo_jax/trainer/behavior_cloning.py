@@ -10,6 +10,7 @@ The result is cached on disk under a hash of what it depends on.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -382,11 +383,15 @@ def warm_start(job: Job) -> dict:
         return tempfile.mkdtemp(dir=folder.parent)
 
     partial = Path(distributed.broadcast_from_process_0(make_room))
-    for name, policy in job.policies.items():
-        policy.save(params[name], partial / name)
-    if jax.process_index() == 0:
-        try:
-            os.replace(partial, folder)
-        except OSError:  # another run was faster
+    first = jax.process_index() == 0
+    try:
+        for name, policy in job.policies.items():
+            policy.save(params[name], partial / name)
+        if first:
+            partial.chmod(folder.parent.stat().st_mode & 0o777)  # others may share the cache; a temporary folder is private
+            with contextlib.suppress(OSError):  # another run was faster
+                os.replace(partial, folder)
+    finally:
+        if first:
             shutil.rmtree(partial, ignore_errors=True)
     return params

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT during training: the first one saves and exits, a second SIGINT exits at once."""
+"""SIGTERM, SIGINT and SIGHUP during training: the first one saves and exits, a second SIGINT exits at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import multihost_utils
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one where a terminal or a connection is closed
 
 
 class Interrupted(KeyboardInterrupt):
@@ -43,8 +43,14 @@ class Interruption:
         self._alone = jax.process_count() == 1
         # With several processes jax itself listens to SIGTERM; and only the main thread may listen to signals.
         listens = self._alone and threading.current_thread() is threading.main_thread()
-        self._before = {number: signal.signal(number, self._receive) for number in SIGNALS} if listens else {}
+        numbers = [number for number in SIGNALS if listens and not self._is_ignored(number)]
+        self._before = {number: signal.signal(number, self._receive) for number in numbers}
         return self
+
+    @staticmethod
+    def _is_ignored(number: int) -> bool:
+        """Whether this process is to outlive its terminal, as under nohup."""
+        return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
     def __exit__(self, *_) -> None:
         for number, handler in self._before.items():

@@ -53,11 +53,13 @@ class Training:
         self.on_iteration = on_iteration
         train_step, init = make_train_step(job)
         # Shapes and shardings are enough to compile and to restore; memory holds only one state besides the weights.
-        like = describe(init(job.given_params))
-        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, train_step, like)
+        like, given = describe(init(job.given_params)), describe(job.given_params)
+        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, train_step, like, given)
         if jax.process_count() > 1:  # all processes must start programs in the same order; two threads would not ensure that
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
+        for array in jax.tree.leaves(job.given_params) if done else ():  # or those of `start/` would lie beside them
+            array.delete()
         params = starting_params(job, folder)
         self.reference = job.reference_copy(params)
         self.rollout_reference = job.rollout_reference(self.reference)
@@ -216,15 +218,16 @@ def describe(tree):
     return jax.tree.map(of, tree)
 
 
-def compile_ahead(job: Job, train_step, state):
+def compile_ahead(job: Job, train_step, state, given):
     """Compiles rollout and update in another thread while the warm start prepares; returns the compiled update.
 
-    The rollout's first call then finds it in the compilation cache. state: from `describe`.
+    The rollout's first call then finds it in the compilation cache. state, given: of `TrainState` and of the given parameters,
+    from `describe`; arrays would be copied.
     """
     with jax.set_mesh(job.mesh):  # a mesh applies only to the thread that set it
-        reference = describe(job.reference_copy(job.given_params))
+        reference = job.reference_copy(given)
         with phase("tracing the rollout", says_end=False):
-            params = describe(job.base_rollout_params(job.given_params))
+            params = describe(job.base_rollout_params(given))
             with job.on_rollout_mesh():
                 job.runner.compile(params, job.episode_inputs(0))
         whole = NamedSharding(job.mesh, PartitionSpec())

@@ -18,6 +18,8 @@ from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
+from hgpo_jax.learner.loss_table import check_loss_numbers
+from hgpo_jax.learner.methods import check_numbers, method_named
 from hgpo_jax.policy import Policy, model_card
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.mesh import abstract_mesh
@@ -25,10 +27,12 @@ from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
 from hgpo_jax.rollout.environments import environment
+from hgpo_jax.rollout.rewards import reward_signals
 from hgpo_jax.rollout.runners import TextRunner
+from hgpo_jax.rollout.signals import declared
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.setup import memory
-from hgpo_jax.setup.build import build, check_expert, text_makers, work_of
+from hgpo_jax.setup.build import build, check_expert, check_signals, text_makers, work_of
 from hgpo_jax.setup.devices import check_shards, job_meshes, open_devices
 from hgpo_jax.setup.job import Job, PolicySetup, Runner
 from hgpo_jax.setup.sight import check_sight, shown
@@ -114,6 +118,9 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
     """Checks everything but the weights, and plans the memory without the mesh's devices. Arguments as in `train`."""
     config = find_run(fields, resume, allowed).config
     check_together(config)
+    check_loggers(config)
+    check_numbers(config.method)
+    check_loss_numbers(config.learner, method_named(config.method))
     try:
         if config.mesh == "auto":
             open_devices()
@@ -124,6 +131,7 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
         makers = text_makers(config)
         check_expert(config, makers)
         models = {name: memory.workload_of(each, mesh).model for name, each in memory.configs_by_policy(config).items()}
+        check_shards(f"mesh={config.mesh}", config, mesh)
         plans = [(mesh, memory.bytes_of_run(config, mesh))]
         if config.rollout.mesh:
             apart = mesh_of_rollouts(config)
@@ -140,8 +148,13 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
             )
             counts = (runner.num_tasks or "generated", runner.num_held_out_tasks or "generated")
             runner.close()
+            own = runner.signals
             held_out = f"{counts[1]} held out" if entry.splits else "the same to evaluate on"
             say(f"{config.env.name}: {counts[0]} tasks to train on, {held_out}")
+        else:
+            assert entry.compiled is not None  # it has no text
+            own = declared(entry.compiled(config))
+        check_signals(config, own, (*own, *reward_signals(config)))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     for each, phases in plans:
@@ -196,6 +209,9 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
     apart = f", rollouts on a mesh of their own, {dict(rollouts.shape)}" if rollouts else ""
     say(f"{remote.shown(folder)}: {config.method}, {count:,} parameters, {devices}, mesh {dict(job.mesh.shape)}{apart}")
 
+    if config.policy.source and config.policy.tokenizer:
+        own = f"policy.source={config.policy.source} has its own; it is for --dry-run and --rehearse, which may lack that"
+        warn(f"policy.tokenizer={config.policy.tokenizer} is not read: {own}")
     if config.env.workers and isinstance(job.runner, TextRunner):
         limit = f"an answer may take {config.env.time_limit:g} s (env.time_limit)"
         count, ray = workers_of(config.env.workers)

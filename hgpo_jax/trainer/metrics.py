@@ -69,6 +69,13 @@ class Logger(Protocol):
     def close(self) -> None: ...
 
 
+def keep_rows(folder: Path, count: int) -> None:
+    """Keeps the rows of a run's first iterations."""
+    rows = [row for row in read_metrics(folder) if row["iteration"] < count]
+    with atomic_write(folder / "metrics.jsonl") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
 class MetricsWriter:
     """Appends one JSON object per iteration to metrics.jsonl, and passes the same row to other loggers.
 
@@ -80,9 +87,7 @@ class MetricsWriter:
 
     def __init__(self, folder: Path, keep: int = 0, loggers: dict[str, Callable[[], Logger]] | None = None):
         self.path = folder / "metrics.jsonl"
-        rows = [row for row in read_metrics(folder) if row["iteration"] < keep]
-        with atomic_write(self.path) as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        keep_rows(folder, keep)
         self._file = open(self.path, "a")  # noqa: SIM115 - open as long as the run
         self._loggers: dict[str, Logger] = {}
         for name, make in (loggers or {}).items():

@@ -123,10 +123,11 @@ class Recorder:
     def wait(self, dumps: bool = False) -> None:
         """Waits for the most recent row and raises its errors; with `dumps`, waits until everything is on disk.
 
-        What `on_iteration` or an alarm raised is raised once.
+        An error is raised once, so that what was learned can be saved after it.
         """
-        if self._row:
-            self._row.result()
+        row, self._row = self._row, None
+        if row:
+            row.result()
         if self._raised:
             error, self._raised = self._raised, None
             raise error

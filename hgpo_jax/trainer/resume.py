@@ -14,7 +14,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.trainer.checkpoint import newest_intact
-from hgpo_jax.trainer.metrics import read_metrics
+from hgpo_jax.trainer.metrics import keep_rows, read_metrics
 from hgpo_jax.utils.errors import ConfigError, excerpt
 from hgpo_jax.utils.heartbeat import COMPILING
 
@@ -198,7 +198,11 @@ def ended_compiling(folder: Path) -> list[str]:
 
 
 def drop_later(folder: Path, done: int) -> None:
-    """Removes dumps of iterations that will be repeated, and half-written files."""
+    """Removes rows and dumps of iterations that will be repeated, and half-written files.
+
+    A row that is left would ask for a checkpoint that there never was, if `log.checkpoint_every` is smaller from now on.
+    """
+    keep_rows(folder, done)
     for path in (folder / "episodes").glob("*"):
         number = path.stem.rpartition("-")[2]
         if path.suffix == ".partial" or (number.isdecimal() and int(number) >= done):

@@ -79,10 +79,10 @@ def run_folder(fields: dict, resume: str) -> tuple[Path, bool]:
     names = configuration.resolve({name: fields[name] for name in NAMING if name in fields})
     stem, run_dir = f"{names.name}-{names.method.rpartition(':')[2]}-s{names.seed}", names.run_dir
     if resume not in ("auto", "never"):
-        folder = remote.fetch(resume, names.cache_dir) if is_remote(resume) else Path(resume)
+        folder = remote.fetch(resume, names.cache_dir) if is_remote(resume) else Path(resume).expanduser()
         if not (folder / "config.yaml").is_file():
             raise ConfigError(f"--resume {resume}: not a run's folder, it holds no config.yaml")
-        if run_dir and Path(run_dir).resolve() != Path(resume).resolve():
+        if run_dir and Path(run_dir).resolve() != Path(resume).expanduser().resolve():
             raise ConfigError(f"run_dir={run_dir}: a resumed run stays in {resume}; leave run_dir out")
         return folder, True
     if run_dir:

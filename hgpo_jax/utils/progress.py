@@ -6,10 +6,13 @@ Nothing is printed inside `with quiet():`, for programs that train through the A
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -43,8 +46,20 @@ def say(text: str) -> None:
     """Prints a line, above a live line if there is one."""
     note(text)
     if not _quiet:
-        with tqdm.external_write_mode():
-            print(text, flush=True)
+        _print(text, sys.stdout)
+
+
+def _print(text: str, stream: TextIO) -> None:
+    """Prints a line. Once nobody reads the stream any more, as after `| head` or a closed terminal, a long job goes on."""
+    try:
+        with tqdm.external_write_mode(stream):
+            print(text, file=stream, flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
 
 
 def warn(text: str) -> None:
@@ -54,8 +69,7 @@ def warn(text: str) -> None:
         # With a registry of its own: Python would show a text only once for each place.
         warnings.warn_explicit(text, UserWarning, __file__, 0, module=__name__, registry={})
     else:
-        with tqdm.external_write_mode(sys.stderr):
-            print(f"warning: {text}", file=sys.stderr, flush=True)
+        _print(f"warning: {text}", sys.stderr)
 
 
 class Progress:

@@ -146,6 +146,8 @@ CASES = [
     ("train", ["env.name=household_text", "policy.tokenizer=tok"], "warm_start=cloning is for a small policy"),
     ("train", [*TEXT, "--dry-run", "rollout.stop=[x]"], "no chat template"),
     ("train", [*TEXT, "--dry-run", "rollout.prompt_limit=32768"], "response_limit=512 more than the 32768 tokens"),
+    ("train", ["--dry-run", "mesh=data=7"], "mesh=data=7: data x fsdp = 7 does not divide the 256 episodes"),
+    ("train", ["--dry-run", "method=gdpo"], "method=gdpo: needs signals, and neither env.name=household nor"),
     ("train", [*TEXT, "env.name=alfworld"], "env.data"),
     ("train", [*TEXT, "env.name=alfworld", "data=nowhere"], "env.data=nowhere"),
     ("train", [*TEXT, "env.name=alfworld", "data=empty"], "env.data=empty"),

@@ -182,6 +182,11 @@ UNREAD = [
     (["policy.vision_depth=3"], ["env.name=sokoban_pixels"], "env.name=household shows no pictures; leave it out"),
     (["env.compiled=false"], ["env.name=alfworld"], "env.name=household has no such choice"),
     (["rollout.response_limit=64"], ["env.name=household_text"], "env.name=household, compiled, is not told as text"),
+    (["rollout.ready_fraction=0.5"], ["env.name=household_text", "env.workers=2"], "env.name=household, compiled, steps all"),
+    (["cloning.lr=1e-3", "warm_start=none"], ["warm_start=cloning"], "nothing is cloned with warm_start=none; leave it out"),
+    (["env.generated=9", "env.name=alfworld"], ["env.split=generated"], "is read with env.split=generated alone"),
+    (["env.passages=99", "env.name=search", "env.data=x"], ["env.data="], "is the size of the generated world"),
+    (["policy.hidden_size=128", "policy=smollm2"], ["policy.source="], "policy=smollm2 has its own; leave it out"),
     (["rollout.stop=x"], ["env.name=alfworld", "policy=Qwen2.5-0.5B"], "env.name=household, compiled, is not told as text"),
 ]
 
@@ -192,6 +197,16 @@ def test_what_nothing_reads_is_refused_on_the_command_line(unread, reader, why):
         check_overrides(load(None, unread), unread)
     check_overrides(load(None, [*unread, *reader]), [*unread, *reader])
     check_overrides(load(None, unread), [])  # as a file has it
+
+
+def test_the_seed_of_the_first_weights_is_read_without_cloning():
+    check_overrides(load(None, fields := ["cloning.seed=3", "warm_start=none"]), fields)
+
+
+def test_a_path_may_begin_with_the_users_own_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = load(None, ["run_dir=~/runs/x", "policy=~/qwen", "env.name=household_text"])
+    assert (config.run_dir, config.policy.source) == ("/home/me/runs/x", "/home/me/qwen")
 
 
 def test_names_are_those_of_the_tables():

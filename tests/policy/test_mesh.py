@@ -2,6 +2,7 @@
 
 import jax
 import pytest
+from jax.experimental import mesh_utils
 from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.policy.mesh import make_mesh, parse_mesh, partition
@@ -53,3 +54,17 @@ def test_the_rule_table_places_dimensions():
     assert partition(("embed", "kv_heads"), (64, 2), mesh) == P(None, None)  # beyond their number they are replicated
     with pytest.raises(ValueError, match=r"q_proj.*heads dimension of 14.*tensor = 8"):
         partition(("embed", "heads"), (64, 14), mesh, "q_proj")
+
+
+@pytest.mark.parametrize("fault", [NotImplementedError("Failed to find assignment"), AssertionError()])
+def test_tpus_that_jax_alone_does_not_arrange_keep_their_order(fault, monkeypatch):
+    """A slice of 4 x 4 for data=2,fsdp=8, or three chips of four."""
+
+    def refuse(*given, **options):
+        raise fault
+
+    monkeypatch.setattr(jax, "make_mesh", refuse)
+    ours = make_mesh("data=2,fsdp=4")
+    assert dict(ours.shape) == {"data": 2, "fsdp": 4, "tensor": 1} and set(ours.axis_types) == {jax.sharding.AxisType.Auto}
+    monkeypatch.setattr(mesh_utils, "create_device_mesh", refuse)
+    assert make_mesh("data=2,fsdp=4").devices.ravel().tolist() == jax.devices() and ours.devices.size == 8

@@ -146,9 +146,13 @@ def job(tmp_path, monkeypatch):
     return make
 
 
+def checked(job):
+    check_signals(job.config, job.runner.signals, job.signals)
+
+
 def test_both_sources_reach_episodes_metrics_and_a_dump(job, tmp_path):
     both = job()
-    check_signals(both)
+    checked(both)
     assert both.signals == ("format", "cost", "polite")
     (e, report), sums, _ = step.sample(both, None, 0)
     np.testing.assert_array_equal(e.signals, [[[0.5, 2, 3], [0] * 3], [[0.5, 2, 3], [0.5, 2, 2]], np.zeros((2, 3))])
@@ -181,17 +185,17 @@ def test_a_buffer_keeps_the_signals_of_each_turn():
 
 def test_what_does_not_fit_together_is_refused_before_a_run(job):
     with refused("needs signals, and neither env.name=household_text nor a reward function has any; declare them", ConfigError):
-        check_signals(job(signals=(), function="plain"))
+        checked(job(signals=(), function="plain"))
     household = types.SimpleNamespace(signals=())
     with refused("neither env.name=household nor a reward function has any; give env.milestones=true", ConfigError):
-        check_signals(Job(load(None, ["method=beacon"]), None, {}, None, household))
+        checked(Job(load(None, ["method=beacon"]), None, {}, None, household))
     with refused("signals are polite, polite, of which env.name=household_text has polite", ConfigError):
-        check_signals(job(signals=("polite",)))
+        checked(job(signals=("polite",)))
     with refused("advantage.signal_weights=1.0,2.0: give one for each signal: format, cost, polite", ConfigError):
-        check_signals(job("advantage.signal_weights=1,2"))
+        checked(job("advantage.signal_weights=1,2"))
     with refused("method=beacon: the first of the signals format, cost, polite must be called milestones", ConfigError):
-        check_signals(job("method=beacon"))
-    check_signals(job("method=beacon", signals=("milestones", "cost")))
+        checked(job("method=beacon"))
+    checked(job("method=beacon", signals=("milestones", "cost")))
     with refused("signals is 'polite'; give different words", ConfigError):
         job(function="one_word")
     with refused("signals are for text episodes; env.name=household is compiled", ConfigError):

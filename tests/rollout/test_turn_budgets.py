@@ -1,7 +1,6 @@
 """Turn budgets: what prompts say, what the signal holds, whose they are, and what a run with them is refused for."""
 
 import contextlib
-import types
 
 import pytest
 from odd_env import Counting
@@ -16,7 +15,6 @@ from hgpo_jax.rollout.scripted_play import play as scripted
 from hgpo_jax.rollout.turn_budgets import goal_of, with_budget
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
 from hgpo_jax.setup.build import check_signals
-from hgpo_jax.setup.job import Job
 from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import rehearsal
 from hgpo_jax.utils.errors import ConfigError
@@ -136,8 +134,7 @@ def test_what_may_be_told(fields):
 
 def test_hbpo_asks_for_them():
     def check(*signals, fields=("env.budgets=5,10",)):
-        runner = types.SimpleNamespace(signals=signals)
-        check_signals(Job(load(None, [*TEXT, "method=hbpo", *fields]), None, {}, None, runner))
+        check_signals(load(None, [*TEXT, "method=hbpo", *fields]), signals, signals)
 
     with refused("neither env.name=household_text nor a reward function has any; give env.budgets, for instance", ConfigError):
         check(fields=())

@@ -188,6 +188,17 @@ def test_processors_hold_the_state_again_while_a_checkpoint_is_written(offload, 
     assert (planned[0]["always"], planned[0]["sampling"]) == (before["always"], before["sampling"])
 
 
+def test_an_evaluation_needs_no_room_for_learning(monkeypatch):
+    """Of adapters, a run's policy is played with its whole weights, which could not be trained there."""
+    config, mesh = load(None, ["method=ppo"]), make_mesh("data=1", jax.devices()[:1])
+    plays = memory.of_playing(memory.bytes_of_run(config, mesh))
+    assert plays["always"].keys() == {"parameters", "episodes"} and plays.keys() == {"always", "sampling"}
+    monkeypatch.setattr(memory, "device_limit", lambda devices: 1.2 * memory.peak(plays))
+    build.check_memory(config, mesh, trains=False)
+    with refused("mesh=auto: needs ", ConfigError):
+        build.check_memory(config, mesh)
+
+
 @pytest.mark.parametrize(("dtype", "masks"), [("bfloat16", True), ("float32", False)])
 def test_long_sequences_have_a_mask_for_cudnn_in_the_plan(dtype, masks):
     config, mesh = load(None, [f"policy.compute_dtype={dtype}"]), make_mesh("data=1", jax.devices()[:1])

@@ -16,13 +16,23 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_is_raised_where_nothing_is_held(number):
     with pytest.raises(Interrupted, match=number.name) as caught, Interruption():
         send(number)
     assert caught.value.number == number
     assert not isinstance(caught.value, Exception)  # what catches an environment's fault does not catch it
     assert [signal.getsignal(number) for number in SIGNALS] == HANDLERS
+
+
+def test_a_job_under_nohup_outlives_its_terminal():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interruption():
+            send(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_is_held_ends_first():

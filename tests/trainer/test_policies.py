@@ -18,8 +18,9 @@ from hgpo_jax.rollout.backend import role_names
 from hgpo_jax.rollout.environments import ENVIRONMENTS
 from hgpo_jax.setup import memory
 from hgpo_jax.setup.build import build, make_policies
-from hgpo_jax.setup.job import PolicySetup
+from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.setup.validate import check_together
+from hgpo_jax.trainer import loop
 from hgpo_jax.trainer import step as iteration
 from hgpo_jax.trainer.behavior_cloning import demonstrations
 from hgpo_jax.utils.errors import ConfigError
@@ -195,6 +196,10 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache
         reference = of.reference_copy(of.given_params)
         assert all(a is b for a, b in zip(*map(jax.tree.leaves, reference.values()), strict=True))
     alone = job_of("learner.kl_weight=0", "roles.searcher.lora_rank=2", cache=cache)
+    for of in (job, apart, alone):  # what is compiled ahead is described without copies
+        given = loop.describe(of.given_params)
+        for call in (Job.reference_copy, Job.base_rollout_params):
+            assert loop.describe(call(of, given)) == loop.describe(call(of, of.given_params))
     assert [one is None for one in alone.reference_copy(alone.given_params).values()] == [False, True]  # nothing would read it
     _, after, _ = trained(apart, 0)
     merged = apart.merged_params(after.params, reference)

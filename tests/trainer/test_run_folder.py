@@ -320,6 +320,16 @@ def test_a_run_without_a_good_checkpoint_never_begins_again_silently(tmp_path):
         resume_point(folder)
 
 
+def test_rows_without_a_checkpoint_are_gone_before_checkpoints_are_due_earlier(tmp_path):
+    folder = begun(tmp_path / "run", "log.checkpoint_every=25")
+    rows(folder, 20)  # killed before its first checkpoint
+    (folder / "episodes").mkdir()
+    often = configuration.load(None, [f"run_dir={folder}", "log.checkpoint_every=5"])
+    lock, *_ = take_folder(often, folder, True)
+    lock.release()  # killed again, before its first iteration
+    assert resume_point(folder) == (0, [])
+
+
 def test_rows_that_were_lost_are_said(tmp_path, monkeypatch):
     monkeypatch.setattr("hgpo_jax.trainer.resume.newest_intact", lambda _: (4, ["checkpoint 5 is damaged"]))
     folder = begun(tmp_path / "run")

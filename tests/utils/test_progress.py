@@ -1,5 +1,11 @@
 """Progress without a terminal: plain lines, not more than one every five seconds."""
 
+import errno
+import io
+import os
+
+import pytest
+
 from hgpo_jax.utils import progress
 from hgpo_jax.utils.progress import Progress
 from tests.helpers.clocks import set_clock
@@ -28,3 +34,25 @@ def test_a_terminal_has_one_live_line(monkeypatch, capsys):
     assert said.out == ""
     assert "warm start:" in said.err and "50/100" in said.err and "loss=1.5" in said.err
     assert heard == ["warm start 50/100  loss 1.5"]  # a log has no live line
+
+
+def test_a_long_job_outlives_the_reader_of_its_lines(monkeypatch):
+    """As in `train | head`, or once a terminal is closed."""
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        monkeypatch.setattr("sys.stderr", stream)
+        progress.say("read")
+        os.close(reader)
+        progress.say("lost")
+        progress.warn("lost, too")
+
+
+def test_a_full_disk_is_still_an_error(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("sys.stdout", Full())
+    with pytest.raises(OSError, match="full"):
+        progress.say("a line")
