@@ -4,18 +4,24 @@
 #     run_dir=RUNS/NAME cache_dir=CACHE
 # From the project's folder, with its virtual environment active; all machines see both, run_dir and cache_dir under these
 # paths. Called again, it continues from the last checkpoint, and does nothing if the run has ended. With COMMAND=evaluate it
-# evaluates instead. When one process fails, this ends the connections to the others.
+# evaluates instead. When one process fails, this ends the connections to the others. They get the variables in $PASS that are set
+# here; PORT is that of the first machine (12345).
 set -euo pipefail
 read -ra hosts <<<"${HOSTS:?give the machines; the first one coordinates}"
 command=${COMMAND:-train}
 [ "$command" != train ] || set -- --resume auto "$@"
 program=$(printf '%q ' "$(command -v python)" -m hgpo_jax."$command" --distributed "$@")
 
+pass=
+for name in ${PASS:-XLA_FLAGS LD_LIBRARY_PATH HF_HOME HF_TOKEN HF_HUB_OFFLINE WANDB_API_KEY WANDB_PROJECT WANDB_MODE}; do
+  [ -z "${!name-}" ] || pass+=" $(printf '%q' "$name=${!name}")"
+done
+
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 for i in "${!hosts[@]}"; do
-  process="JAX_COORDINATOR_ADDRESS=${hosts[0]}:12345 JAX_NUM_PROCESSES=${#hosts[@]} JAX_PROCESS_ID=$i"
+  process="JAX_COORDINATOR_ADDRESS=${hosts[0]}:${PORT:-12345} JAX_NUM_PROCESSES=${#hosts[@]} JAX_PROCESS_ID=$i"
   # shellcheck disable=SC2029  # what is expanded here is quoted for the shell there
-  ssh "${hosts[i]}" "cd $(printf %q "$PWD") && exec env $process $program" &
+  ssh "${hosts[i]}" "cd $(printf %q "$PWD") && exec env $process$pass $program" &
 done
 for _ in "${hosts[@]}"; do
   wait -n

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> list[dict]:
                 calls |= {("peer", count): peer.sampler(theirs, prompts, count) for count in ours}
             timings = limits.timed(calls, args.repeats, args.profile)
             seconds = {call: timing.median for call, timing in timings.items()}
-            rows += _rows(args, model, batch, prompt, seconds, rates)
+            rows += _rows(args, model, batch, prompt, seconds, rates, mesh.shape["data"])
             size = limits.compiled_bytes(ours[args.new].func) / limits.GiB
             rows.append(row(f"memory of the program with the weights, batch {batch}", size, "GiB"))
     return [*rows, *limits.peak_rows(mesh), *rates.rows(args.dtype)]
@@ -75,13 +75,15 @@ def samplers(model: ModelConfig, mesh, params, prompts: np.ndarray, new: int, te
 
 
 def _rows(
-    args: argparse.Namespace, model: ModelConfig, batch: int, prompt: int, seconds: dict, rates: limits.Rates
+    args: argparse.Namespace, model: ModelConfig, batch: int, prompt: int, seconds: dict, rates: limits.Rates, copies: int
 ) -> list[dict]:
-    """Returns the rows of one batch size. seconds: of (whose, tokens)."""
+    """Returns the rows of one batch size. seconds: of (whose, tokens). copies: of the weights, which are all read."""
     itemsize = jnp.dtype(args.dtype).itemsize
-    prefill = rates.seconds(limits.read_bytes(model, 0, 0, itemsize), batch * limits.forward_flops(model, prompt, 1))
+    once = limits.read_bytes(model, 0, 0, itemsize)
+    weights, cache = copies * once, limits.read_bytes(model, batch, 1, itemsize) - once
+    prefill = rates.seconds(weights, batch * limits.forward_flops(model, prompt, 1))
     decode = sum(
-        rates.seconds(limits.read_bytes(model, batch, slots, itemsize), batch * limits.decode_flops(model, slots))
+        rates.seconds(weights + slots * cache, batch * limits.decode_flops(model, slots))
         for slots in range(prompt + 1, prompt + args.new)
     )
 

@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     seconds = {name: timing.median for name, timing in limits.timed(calls, args.repeats, args.profile).items()}
 
     forward = limits.forward_flops(model, args.tokens - 1, response)
-    # The optimizer reads and writes weights and both moments in float32, and reads the gradient.
-    touched = 7 * 4 * sum(math.prod(a.shape) for a in jax.tree.leaves(ours.params))
+    # The optimizer reads and writes weights and both moments in float32, and reads the gradient, once for each copy.
+    touched = mesh.shape["data"] * 7 * 4 * sum(math.prod(a.shape) for a in jax.tree.leaves(ours.params))
     passes = (2 if args.lora else 3) * forward
     ratio = seconds["peer"] / seconds["ours"] if peer else None
     shape = f"{args.policy}, {model.num_hidden_layers} layers, {args.rows} x {args.tokens} tokens ({response} of response)"

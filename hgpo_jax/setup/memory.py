@@ -37,14 +37,14 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
 MiB, GiB = 2**20, 2**30
-# Memory of one device in bytes (vendors' data sheets).
+# Memory of one device in bytes: of TPUs by data sheets, of GPUs as their drivers report it, which is less than the name says.
 CHIPS = {
-    "a100-40g": 40 * GiB,
-    "a100-80g": 80 * GiB,
-    "b200-180g": 180 * GiB,
-    "h100-80g": 80 * GiB,
-    "h200-141g": 141 * GiB,
-    "l40s-48g": 48 * GiB,
+    "a100-40g": int(39.4 * GiB),
+    "a100-80g": int(79.2 * GiB),
+    "b200-180g": int(178.3 * GiB),
+    "h100-80g": int(79.1 * GiB),
+    "h200-141g": int(139.7 * GiB),
+    "l40s-48g": int(44.4 * GiB),
     "tpu-v4": 32 * GiB,
     "tpu-v5e": 16 * GiB,
     "tpu-v5p": 95 * GiB,
@@ -175,8 +175,12 @@ def add_checkpoint(phases: dict[str, dict[str, int]]) -> None:
 
     The writer reads the devices' own memory there, so an update that begins meanwhile cannot reuse it for the new state.
     """
-    state = [part.get(name, 0) for part in phases.values() for name in STATE]
-    phases["update"]["checkpoint being written"] = sum(state)
+    phases["update"]["checkpoint being written"] = of_state(phases)
+
+
+def of_state(phases: dict[str, dict[str, int]]) -> int:
+    """Returns the bytes of what a checkpoint holds; of one device's plan, that of a whole checkpoint."""
+    return sum(part.get(name, 0) for part in phases.values() for name in STATE)
 
 
 def configs_by_policy(config: Config) -> dict[str, Config]:

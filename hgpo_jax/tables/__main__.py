@@ -3,7 +3,7 @@
     python -m hgpo_jax.tables plan paper                      every cell: commands, memory on each device, expected tokens
     python -m hgpo_jax.tables plan paper --launch slurm --to DIR      a launch file for each cell; or shell
     python -m hgpo_jax.tables run household --jobs 2          runs what is missing; continues after an interruption
-    python -m hgpo_jax.tables run household 'household/*/s1?'         a part of it, as on one machine of several
+    python -m hgpo_jax.tables run household 'household/*/s1?'         a part of it, in another --runs on each machine
     python -m hgpo_jax.tables bias household                  the Oracle bias of each setting at its warm start
     python -m hgpo_jax.tables truth household --at 20 household/hgpo-k2/s10  true advantages in runs, after 20 iterations
     python -m hgpo_jax.tables gradients household --at 20 household/hgpo-k2/s10   where estimators' gradients point there

@@ -136,13 +136,19 @@ def select_comparisons(plan: Plan, rows: list[Row]) -> list[Row]:
 
 
 def paired_difference(ours: dict[Any, float], theirs: dict[Any, float]) -> Paired | None:
-    """Computes the difference ours - theirs over the seeds, or other keys, that both have; None with fewer than two of them."""
+    """Computes the difference ours - theirs over the seeds, or other keys, that both have; None with fewer than two of them.
+
+    Equal differences, as numbers of few tasks may have by chance, say nothing of their spread: the interval then holds every
+    number, and p is 1.
+    """
     d = np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
     if len(d) < 2:
         return None
     mean, error = float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d)))
     half = float(special.stdtrit(len(d) - 1, 0.975)) * error
-    p = float(2 * special.stdtr(len(d) - 1, -abs(mean) / error)) if error else float(mean == 0)
+    p = float(2 * special.stdtr(len(d) - 1, -abs(mean) / error)) if error else 1.0
+    if not error and mean:
+        half = math.inf
     return Paired(len(d), mean, error, (mean - half, mean + half), int((d > 0).sum()), int((d < 0).sum()), p)
 
 

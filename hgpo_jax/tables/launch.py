@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from hgpo_jax.policy.mesh import abstract_mesh
-from hgpo_jax.tables.plan import Cell, Plan, cells, config_of, quote, steps
+from hgpo_jax.tables.plan import Cell, Plan, Step, cells, config_of, quote, steps
 from hgpo_jax.utils.errors import ConfigError
 
 PER_NODE = 8  # GPUs of a machine
@@ -32,7 +32,15 @@ def nodes(plan: Plan, cell: Cell) -> tuple[int, int]:
 
 def shell(plan: Plan, cell: Cell, runs: str) -> list[str]:
     """Returns the commands that train and evaluate on this machine."""
-    return [step.shell({}) for step in steps(plan, cell, runs)]
+    return [_unless_done(step, step.shell({})) for step in steps(plan, cell, runs)]
+
+
+def _unless_done(step: Step, command: str) -> str:
+    """Returns a command that does nothing where an evaluation's result is there; a training finds out by itself."""
+    if step.module == "train":
+        return command
+    there = " && ".join(f"[ -f {quote(str(file))} ]" for file in step.proofs)
+    return f"{there} || {command}" if len(step.proofs) == 1 else f"{{ {there}; }} || {command}"
 
 
 def slurm(plan: Plan, cell: Cell, runs: str) -> list[str]:
@@ -46,9 +54,9 @@ def slurm(plan: Plan, cell: Cell, runs: str) -> list[str]:
             at = words.index("--resume")  # which slurm.sh adds
             del words[at : at + 2]
         else:
-            after = f'--dependency=afterok:"$train" --export=ALL,COMMAND={step.module} '
-        lines.append(f"{step.module}=$({submit} {after}configs/launch/slurm.sh {' '.join(map(quote, words))})")
-        lines.append(f'echo "${step.module}"')
+            after = f'--dependency=afterok:"$train" --kill-on-invalid-dep=yes --export=ALL,COMMAND={step.module} '
+        job = f"{step.module}=$({submit} {after}configs/launch/slurm.sh {' '.join(map(quote, words))})"
+        lines.append(_unless_done(step, f'{{ {job}; echo "${step.module}"; }}'))
     return lines
 
 

@@ -296,14 +296,18 @@ SLICES = {"v4": "tpu-v4", "v5litepod": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-
 class Cost(NamedTuple):
     """devices: number in the mesh. bytes: the most that each holds. tokens: expected total, limit: maximum total.
 
-    hours: of the training on the setting's TPUs (bench/duration.py); None if it has none.
+    disk: bytes of the checkpoints that are kept, and of the one that is being written.
+    hours: of the training on the setting's TPUs (bench/duration.py); None if it has none. lacking: what it lacks of their
+    memory, in words.
     """
 
     devices: int
     bytes: int
     tokens: float
     limit: float
+    disk: int
     hours: float | None
+    lacking: str = ""
 
 
 def cost(plan: Plan, cell: Cell) -> Cost:
@@ -321,7 +325,10 @@ def cost(plan: Plan, cell: Cell) -> Cost:
     turns = setting.expected.turns or max_turns(config.env)
     prompt = setting.expected.prompt or workload.prompt
     response = setting.expected.response or workload.response
-    hours = None
+    one = abstract_mesh("data=1")
+    whole = memory.of_state(memory.bytes_by_phase(config, one, memory.workload_of(config, one)))
+    disk = whole * (config.log.keep_checkpoints + config.log.keep_best + 1)
+    hours, lacking = None, ""
     if setting.tpu:
         chip = SLICES.get(setting.tpu.type.partition("-")[0])
         if chip is None:
@@ -330,8 +337,11 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         slice_, rates = abstract_mesh(setting.tpu.mesh), duration.RATES[chip]
         parts = duration.seconds_at_limits(config, slice_, workload, rates, turns, prompt, response)
         hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
+        there = memory.peak(memory.bytes_by_phase(config, slice_, memory.workload_of(config, slice_)))
+        if there > memory.USABLE * memory.CHIPS[chip]:
+            lacking = f"{there / memory.GiB:.3g} of {memory.CHIPS[chip] / memory.GiB:.3g} GiB"
     limit = episodes * max_turns(config.env) * (workload.prompt + workload.response)
-    return Cost(mesh.size, most, episodes * turns * (prompt + response), limit, hours)
+    return Cost(mesh.size, most, episodes * turns * (prompt + response), limit, disk, hours, lacking)
 
 
 def listing(plan: Plan, runs: str | Path) -> str:
@@ -343,10 +353,12 @@ def listing(plan: Plan, runs: str | Path) -> str:
             costs[key] = cost(plan, cell)
         spent, tpu = costs[key], plan.settings[cell.setting].tpu
         total += spent.tokens
-        hours = f", about {spent.hours:.2g} h on {tpu.type} without environments" if tpu else ""
+        hours = f", about {spent.hours:.2g} h on {tpu.type} (mesh={tpu.mesh}) without environments" if tpu else ""
+        if tpu and spent.lacking:
+            hours = f"; {tpu.type} is too small, {spent.lacking} each"
         lines.append(
             f"{cell.name}: {spent.devices} device{'s' if spent.devices > 1 else ''}, {spent.bytes / memory.GiB:.3g} GiB each, "
-            f"{spent.tokens:.3g} tokens expected ({spent.limit:.3g} at most){hours}"
+            f"{spent.tokens:.3g} tokens expected ({spent.limit:.3g} at most), {spent.disk / 1e9:.3g} GB of checkpoints{hours}"
         )
         lines += [f"    {step.shell(plan.variables)}" for step in steps(plan, cell, runs)]
     return "\n".join([*lines, f"{len(cells(plan))} cells, {total:.3g} tokens expected"])

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from hgpo_jax.tables.cards import Cards, there
 from hgpo_jax.tables.plan import Cell, Plan, Step, steps
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import phase
@@ -76,18 +77,20 @@ def run_cells(plan: Plan, cells: list[Cell], runs: Path, source: Path, *, jobs: 
     The output of each goes into its folder's name with .log. `source`, the plan's file, is kept as RUNS/plan.yaml.
 
     Raises:
-      ConfigError: an invalid cell, or another process that works in the folder.
+      ConfigError: an invalid cell, one that needs more GPUs than there are, or another process that works in the folder.
     """
     commands = {cell: steps(plan, cell, runs, more) for cell in cells}
     for step in itertools.chain(*commands.values()):
         expand(step)
     todo = {cell: parts for cell, parts in commands.items() if not all(step.done for step in parts)}
+    cards = Cards(there(), jobs)
+    needed = {cell: cards.needed(plan, cell, more) for cell in todo}
     stop, began = threading.Event(), time.monotonic()
     ended: list[Cell] = []
 
     def bring(cell: Cell) -> bool:
-        options = {"pass_fds": (lock,), "env": os.environ | plan.variables}
-        with phase(cell.name, says_end=False):
+        with cards.dealt(needed[cell]) as dealt, phase(cell.name, says_end=False):
+            options = {"pass_fds": (lock,), "env": os.environ | plan.variables | dealt}
             fault = _fault(todo[cell], runs / f"{cell.name}.log", stop, **options)
         if fault == "":
             ended.append(cell)

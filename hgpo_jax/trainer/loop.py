@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from hgpo_jax.config import Config
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.policy import load_policy, lora
@@ -54,6 +57,8 @@ class Training:
         train_step, init = make_train_step(job)
         # Shapes and shardings are enough to compile and to restore; memory holds only one state besides the weights.
         like, given = describe(init(job.given_params)), describe(job.given_params)
+        if fault := distributed.broadcast_from_process_0(lambda: full_disk(self.config, folder, like.to_checkpoint(), done)):
+            raise ConfigError(fault)
         compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, train_step, like, given)
         if jax.process_count() > 1:  # all processes must start programs in the same order; two threads would not ensure that
             compiling.result()
@@ -207,6 +212,21 @@ class Training:
                 if is_remote(remote.shown(self.folder)):
                     self.checkpoints.wait()
                     remote.send(self.folder, again=True)
+
+
+def full_disk(config: Config, folder: Path, state: Any, done: int) -> str:
+    """Says that the disk of a run's folder cannot hold its checkpoints; "" if it can.
+
+    state: what one holds, from `describe`. The one that is being written is there beside those that are kept.
+    """
+    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+    left = math.ceil((config.iterations - done) / config.log.checkpoint_every)
+    there = len(list((folder / "checkpoints").glob("[0-9]*")))
+    count = min(left, max(0, config.log.keep_checkpoints + config.log.keep_best + 1 - there))
+    if (free := shutil.disk_usage(folder).free) >= count * size:
+        return ""
+    needs = f"{count} checkpoint{'s' * (count > 1)} of {size / 1e9:.3g} GB more"
+    return f"run_dir={folder}: needs room for {needs}, and its disk has {free / 1e9:.3g} GB left; give another, or make room"
 
 
 def describe(tree):

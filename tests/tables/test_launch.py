@@ -42,6 +42,7 @@ def stand_in(tmp_path):
         command.write_text(f'#!/usr/bin/env bash\nprintf "%s\\n" "$*" >> {tmp_path / "said"}\n{what}\n')
         command.chmod(0o755)
 
+    make.file = tmp_path / "said"
     make.environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     make.said = lambda: (tmp_path / "said").read_text().splitlines()
     return make
@@ -60,6 +61,25 @@ def test_slurm_starts_one_process_for_each_gpu(stand_in):
     assert int(options["ntasks-per-node"]) == int(options["gpus-per-node"])
     subprocess.run([LAUNCH / "slurm.sh", *example("slurm.sh")[2:]], env=stand_in.environment, check=True)
     check_train(shlex.split(stand_in.said()[0]))
+
+
+@pytest.mark.parametrize(("command", "code", "requeued"), [("train", 143, True), ("train", 1, False), ("evaluate", 143, False)])
+def test_slurm_queues_a_training_again_that_its_time_has_ended(stand_in, command, code, requeued):
+    stand_in("srun", f'echo "cores $SRUN_CPUS_PER_TASK" >> {stand_in.file}; exit {code}')
+    stand_in("scontrol")
+    slurm = {"COMMAND": command, "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "6"}
+    done = subprocess.run([LAUNCH / "slurm.sh", "seed=1"], env=stand_in.environment | slurm)
+    srun, cores, *others = stand_in.said()
+    assert srun.endswith("seed=1") and cores == "cores 6"
+    assert (done.returncode, others) == ((0, ["requeue 17"]) if requeued else (code, []))
+
+
+def test_over_ssh_the_variables_come_along(stand_in, tmp_path):
+    stand_in("python", 'echo "$XLA_FLAGS|$HF_HOME" >> ' + str(tmp_path / "seen"))
+    stand_in("ssh", 'exec env -u XLA_FLAGS -u HF_HOME bash -c "$2"')
+    environment = stand_in.environment | {"HOSTS": "a", "XLA_FLAGS": "--one --two='x y'", "HF_HOME": "/h f"}
+    subprocess.run([LAUNCH / "ssh.sh", "seed=1"], env=environment, cwd=tmp_path, check=True)
+    assert (tmp_path / "seen").read_text() == "--one --two='x y'|/h f\n"
 
 
 def test_over_ssh_each_machine_gets_its_number(stand_in, tmp_path):

@@ -36,6 +36,8 @@ def test_paired_differences_are_scipys():
     assert (found.positive, found.negative) == (sum(a > b for a, b in pairs), sum(a < b for a, b in pairs))
     assert compare.paired_difference({0: 1.0}, {0: 2.0, 1: 3.0}) is None
     assert compare.paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p == 1
+    same = compare.paired_difference({0: 1.5, 1: 2.5, 2: 4.0}, {0: 1.0, 1: 2.0, 2: 3.5})  # of numbers with few values
+    assert (same.mean, same.interval, same.p) == (0.5, (-math.inf, math.inf), 1)
     row = Row("T", "near", "hgpo", "AUC", 12, 12, 0, 12, 1.0, None, None, "gigpo", found._replace(p=1.23456e-12))
     assert table_csv([row]).splitlines()[1].endswith(f",12,{found.positive},{found.negative},1.235e-12")
 

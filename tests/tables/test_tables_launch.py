@@ -52,10 +52,24 @@ def test_files_train_a_cell_and_then_evaluate_it(kind, command, tmp_path, capsys
         assert [words[-1] for words in evaluations] == list(plan.settings[cell.setting].splits)
         if kind == "slurm":
             assert {"--nodes=1", f"--gpus-per-node={devices}"} <= set(train) and "--resume" not in train
-            assert all({"--dependency=afterok:7", "--export=ALL,COMMAND=evaluate"} <= set(words) for words in evaluations)
+            waits = {"--kill-on-invalid-dep=yes", "--dependency=afterok:7", "--export=ALL,COMMAND=evaluate"}
+            assert all(waits <= set(words) for words in evaluations)
         else:
             assert train[:2] == ["-m", "hgpo_jax.train"] and train[train.index("--resume") + 1] == "auto"
             assert all(words[1] == "hgpo_jax.evaluate" for words in evaluations)
+
+
+@pytest.mark.parametrize(("kind", "command"), [("slurm", "sbatch"), ("shell", "python")])
+def test_an_evaluation_that_is_there_is_not_repeated(kind, command, tmp_path, capsys):
+    runs = tmp_path / "my runs"
+    tables.main(["plan", "paper", "--launch", kind, "--to", str(tmp_path / "out"), "--runs", str(runs)])
+    plan = planning.read(planning.find("paper"))
+    cell = next(cell for cell in planning.cells(plan) if plan.settings[cell.setting].seeds)
+    first = planning.steps(plan, cell, runs)[1]
+    first.proofs[0].parent.mkdir(parents=True)
+    first.proofs[0].touch()
+    _, *evaluations = said_by((tmp_path / "out" / f"{launch.label(cell)}.sh").read_text(), tmp_path, command)
+    assert [words[-1] for words in evaluations] == list(plan.settings[cell.setting].splits)[1:]
 
 
 @pytest.mark.parametrize("kind", launch.WRITERS)

@@ -367,6 +367,20 @@ def test_a_full_disk_names_the_run_and_says_what_is_saved(tmp_path, monkeypatch)
         main.train({"run_dir": str(tmp_path / "run")})
 
 
+@pytest.mark.parametrize(("free", "held", "fields", "said"), [
+    (299, 0, (), "3 checkpoints of 1e-07 GB more, and its disk has 2.99e-07 GB left"), (300, 0, (), ""),
+    (100, 2, (), ""), (99, 2, (), "1 checkpoint of 1e-07 GB"), (0, 0, ("iterations=0",), ""), (100, 0, ("iterations=9",), ""),
+    (399, 0, ("log.keep_best=1", "evaluation.every=5"), "4 checkpoints"),
+])  # fmt: skip
+def test_a_disk_that_is_too_small_is_named_before_training(free, held, fields, said, tmp_path, monkeypatch):
+    for number in range(held):
+        (tmp_path / "checkpoints" / str(25 * number)).mkdir(parents=True)
+    monkeypatch.setattr(loop.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free))
+    state = {"params": jnp.zeros((5, 2)), "opt_state": jnp.zeros(30, "int16")}
+    found = loop.full_disk(configuration.load(None, [*fields]), tmp_path, state, 0)
+    assert found.startswith(f"run_dir={tmp_path}: needs room for {said}") if said else found == ""
+
+
 @pytest.fixture
 def small(tmp_path):
     """A job of which nothing is there but a small policy."""
