@@ -35,7 +35,8 @@ class Gpu:
     shared_memory_per_block_optin: int
 
 
-# Values of openxla/xla, xla/backends/gpu/target_config/specs: a100_sxm_80, h100_sxm, h200 and b200.
+# Values of openxla/xla, xla/backends/gpu/target_config/specs (a100_sxm_80, h100_sxm, h200, b200), but for the H200's memory,
+# which is what a card reports.
 GPUS = {
     "a100": Gpu("a100-80g", 8, 108, 64, 1.41, 2_039_040_000_000, 85_100_068_864, 41_943_040, 167_936, 166_912),
     "h100": Gpu("h100-80g", 9, 132, 128, 1.98, 3_352_320_000_000, 84_942_979_072, 52_428_800, 233_472, 232_448),

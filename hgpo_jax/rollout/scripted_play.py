@@ -50,25 +50,25 @@ def play(
     env = make_env()
     for number, task in enumerate(tasks):
         random = np.random.default_rng([seed, task])
-        told = functools.partial(with_budget, episode=number, budgets=budgets)
+        budgeted = functools.partial(with_budget, episode=number, budgets=budgets)
         try:
-            yield _episode(env, task, noise, history_length, random, time_limit, told)
+            yield _episode(env, task, noise, history_length, random, time_limit, budgeted)
         except Exception as error:  # any error of an environment or its player
             raise ValueError(one_line(f"task {task} cannot be played: {type(error).__name__}: {error}")) from None
 
 
 def _episode(
-    env, task: int, noise: float, history_length: int, random: np.random.Generator, time_limit: float | None, told: Callable
+    env, task: int, noise: float, history_length: int, random: np.random.Generator, time_limit: float | None, budgeted: Callable
 ) -> ScriptedEpisode:
     with deadline(f"reset({task})", time_limit):
-        outputs, labels = [told(read_output(env, env.reset(task), 2))], list[str]()
+        outputs, labels = [budgeted(read_output(env, env.reset(task), 2))], list[str]()
     actions: list[str] = []
     while not outputs[-1].done and len(actions) < env.max_turns:
         output = outputs[-1]
         labels.append(env.expert(history_length) if isinstance(env, TextExpert) else _random_command(output, random))
         actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
         with deadline(f"step({actions[-1]!r:.80})", time_limit):
-            outputs.append(told(read_output(env, env.step(actions[-1]), 5)))
+            outputs.append(budgeted(read_output(env, env.step(actions[-1]), 5)))
     inputs, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
     return ScriptedEpisode(inputs, roles, labels, bool(outputs[-1].won))
 
