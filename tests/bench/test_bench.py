@@ -203,3 +203,9 @@ def test_counts_of_operations_and_bytes():
     assert limits.read_bytes(model, 3, 5, 2) - limits.read_bytes(model, 0, 0, 2) == 3 * 5 * heads * size * 2
     # One token that sees itself alone is the same work either way.
     assert limits.decode_flops(model, 1) == limits.forward_flops(model, 1, 1)
+    # Token by token, each sees itself and those before it; only the last predicts.
+    head = 2 * model.hidden_size * model.vocab_size
+    one_by_one = sum(limits.decode_flops(model, seen) - head for seen in range(1, 10)) + head
+    last_layer = limits.forward_flops(dataclasses.replace(model, num_hidden_layers=1), 9, 9) - 9 * head
+    saved = last_layer - (limits.forward_flops(dataclasses.replace(model, num_hidden_layers=1), 9, 1) - head)
+    assert limits.forward_flops(model, 9, 1) == one_by_one - saved

@@ -108,7 +108,7 @@ def test_the_plan_says_how_long(planned, capsys):
     paper = "--config", PAPER, "data=x", "--mesh", "fsdp=2"
     shown = planned(*paper, "--chip", "h100-80g", "--turns", "20", "--prompt", "1000", "--response", "200")
     assert "| an iteration at the limits of h100-80g: decoding | 7.06 | s |" in shown
-    assert "| 160 iterations at 50% of these limits | 2.88 | h |" in shown
+    assert "| 160 iterations at 50% of these limits | 2.81 | h |" in shown
     most = planned(*paper, "--chip", "h100-80g")
     assert float(most.split("50% of these limits | ")[1].split()[0]) > 9
     assert "iterations at" not in planned(*paper)
@@ -122,7 +122,7 @@ def test_a_plan_of_runs_says_it_for_the_slices_of_its_settings():
     one = {"settings": ["alfworld_1.5b"], "methods": ["hgpo-k2"], "baseline": None}
     plan = plan.model_copy(update={"tables": [plan.tables[0].model_copy(update=one)]})
     listing = planning.listing(plan, "runs")
-    assert "alfworld_1.5b/hgpo-k2/s0: 2 devices" in listing and "about 3.5 h on v5litepod-8 without environments" in listing
+    assert "alfworld_1.5b/hgpo-k2/s0: 2 devices" in listing and "about 3.4 h on v5litepod-8 (mesh=fsdp=8) without environments" in listing
     cell = planning.Cell("alfworld_1.5b", "hgpo-k2", 0)
     expected = sum(count(PAPER, mesh="fsdp=8", rates=RATES["tpu-v5e"]).values()) * 160 / REACHED / 3600
     assert planning.cost(plan, cell).hours == pytest.approx(expected)
