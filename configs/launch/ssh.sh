@@ -4,8 +4,8 @@
 #     run_dir=RUNS/NAME cache_dir=CACHE
 # From the project's folder, with its virtual environment active; all machines see both, run_dir and cache_dir under these
 # paths. Called again, it continues from the last checkpoint, and does nothing if the run has ended. With COMMAND=evaluate it
-# evaluates instead. When one process fails, this ends the connections to the others. They get the variables in $PASS that are set
-# here; PORT is that of the first machine (12345).
+# evaluates instead. When one process fails, this ends the connections to the others. They get the variables named in $PASS,
+# which others may see in a list of processes; secrets belong in files such as ~/.netrc. PORT is the first machine's (12345).
 set -euo pipefail
 read -ra hosts <<<"${HOSTS:?give the machines; the first one coordinates}"
 command=${COMMAND:-train}
@@ -13,7 +13,7 @@ command=${COMMAND:-train}
 program=$(printf '%q ' "$(command -v python)" -m hgpo_jax."$command" --distributed "$@")
 
 pass=
-for name in ${PASS:-XLA_FLAGS LD_LIBRARY_PATH HF_HOME HF_TOKEN HF_HUB_OFFLINE WANDB_API_KEY WANDB_PROJECT WANDB_MODE}; do
+for name in ${PASS:-XLA_FLAGS LD_LIBRARY_PATH HF_HOME HF_HUB_OFFLINE WANDB_PROJECT WANDB_MODE}; do
   [ -z "${!name-}" ] || pass+=" $(printf '%q' "$name=${!name}")"
 done
 

@@ -28,6 +28,10 @@ _WRITTEN = {r"\$": "$", "{,}": ",", r",\!": ",", "\u2212": "-"}  # in LaTeX, or 
 _OPERATION = re.compile(
     r"[+*!\u00d7\u00f7\u00b7]|\\(?:times|cdot|div|sqrt|d?t?binom)\b|[\d)}]\s*[-\u2212]|\^(?!\s*\{?\s*\\circ)"
 )
+# A unit with its power, and a power of ten: no calculation.
+_AS_WRITTEN = re.compile(
+    r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\s*\^\s*\{?-?\d+\}?"
+)
 _IN_MATHS = re.compile(r"\$(.+)\$|\\\((.+)\\\)|\\\[(.+)\\\]", re.DOTALL)
 _BOXED = re.compile(r"\\f?boxed\s*")
 
@@ -80,7 +84,7 @@ def is_right(answer: str, right: str, latex: bool = False) -> bool:
     wanted, found = number(right), number(answer)
     if wanted is not None and found is not None:
         return wanted == found
-    if wanted is not None and answer != right and _OPERATION.search(answer):
+    if wanted is not None and answer != right and _OPERATION.search(_AS_WRITTEN.sub("", answer)):
         return False
     return latex and bool(answer) and (answer == right or _VERIFIER.agrees(right, answer))
 

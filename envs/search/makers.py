@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hgpo_jax.envs.search.files import FileSearch, folder_passages, read_folder
-from hgpo_jax.envs.search.retrieval_client import RetrievalError, RetrievalServer
+from hgpo_jax.envs.search.retrieval_client import RetrievalError, RetrievalServer, without_user
 from hgpo_jax.envs.search.team import FileTeam, GeneratedTeam
 from hgpo_jax.envs.search.text import GeneratedSearch, SearchText, world_passages
 from hgpo_jax.envs.search.world import World
@@ -60,6 +60,6 @@ def _server(url: str, top_k: int, patience: float) -> RetrievalServer:
         server = RetrievalServer(url, patience)
         server.retrieve(["hello"], top_k)
     except (ValueError, RetrievalError) as error:
-        reason = str(error).removeprefix(f"{url}: ")
-        raise ValueError(f"retriever={url:.200}: {reason}; python -m hgpo_jax.envs.search_server starts one") from None
+        reason = str(error).removeprefix(f"{without_user(url)}: ")
+        raise ValueError(f"retriever={without_user(url)}: {reason}; python -m hgpo_jax.envs.search_server starts one") from None
     return server

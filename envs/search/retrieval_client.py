@@ -12,6 +12,7 @@ import contextlib
 import http.client
 import json
 import math
+import re
 import socket
 import threading
 import time
@@ -41,6 +42,11 @@ class _Unanswered(Exception):
         self.late = late
 
 
+def without_user(url: str) -> str:
+    """Returns a URL to be shown, without its user and password."""
+    return re.sub("//[^/@]*@", "//...@", url[:200])
+
+
 class RetrievalServer:
     """A retrieval server as a retriever.
 
@@ -62,7 +68,7 @@ class RetrievalServer:
         if parts.scheme not in ("http", "https") or not self._host:
             raise ValueError(f"{url:.200}: is no URL of a server; give http://HOST:PORT")
         if parts.username is not None:
-            raise ValueError(f"{parts.scheme}://...@{parts.hostname}: holds a user name, which cannot be sent; leave it out")
+            raise ValueError(f"{without_user(url)}: holds a user name, which cannot be sent; leave it out")
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._path = (parts.path if parts.path.strip("/") else "/retrieve") + f"?{parts.query}" * bool(parts.query)
         self._url, self._patience, self._time_limit, self._tries = url, patience, time_limit, tries

@@ -50,9 +50,9 @@ def step_weights(record: Estimate, level: int, ids: np.ndarray) -> np.ndarray:
     With `advantage.statistics=per_trajectory` the steps of an episode share the weight of one in the prompt group.
     """
     counted = record.by_level()[1][..., record.levels.index(level)]
-    sizes = np.bincount(ids[ids >= 0])[ids] if (ids >= 0).any() else ids
-    steps = np.maximum((ids >= 0).sum(1, keepdims=True), 1)
-    return np.where((level < 0) & (counted != sizes), 1 / steps, 1.0)
+    count = lambda these: np.where(these >= 0, np.bincount(these[these >= 0], minlength=ids.max() + 1)[these], 1)  # noqa: E731
+    in_episode = np.stack([count(row) for row in ids])  # a team's episode has steps in several groups
+    return np.where((level < 0) & (counted != count(ids)), 1 / in_episode, 1.0)
 
 
 def step_groups(dump: Dump, record: Estimate, episode: int, turn: int) -> list[dict]:

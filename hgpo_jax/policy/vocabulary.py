@@ -14,7 +14,7 @@ from hgpo_jax.policy.mesh import all_auto_axes, auto_axes
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rows(size, table, tokens):
-    """Selects rows of a table [size, D]; adds their gradients in float32, and rounds the sums once.
+    """Selects rows of a table [size, D]; adds their gradients in float32, and rounds each device's sums once.
 
     A token of a prompt may occur thousands of times in a batch. A sum of equal terms in bfloat16 stops at 256 of them.
     """

@@ -26,6 +26,7 @@ from hgpo_jax.envs.math.team import GeneratedTeam, ListedTeam
 from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
 from hgpo_jax.envs.protocol import Expert, Pictured, Playable, members
 from hgpo_jax.envs.search.makers import ALONE, TEAM, Kinds, search_makers
+from hgpo_jax.envs.search.retrieval_client import TIME_LIMIT
 from hgpo_jax.envs.sokoban import Sokoban, SokobanPixels
 from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
@@ -127,7 +128,8 @@ def search_text(kinds: Kinds, config: Config) -> Makers:
     """Returns the factories of questions for training, and of held-out ones. Raises ConfigError."""
     env = config.env
     try:
-        patience = 0.8 * env.time_limit  # or the worker that waits would count as hung
+        # A last request may take as long; then the worker that waits would count as hung.
+        patience = max(0.0, 0.8 * env.time_limit - TIME_LIMIT)
         options = env.data, env.retriever, env.passages, env.top_k, env.max_turns, patience
         return search_makers(kinds, Path(config.cache_dir, "search"), *options)
     except ValueError as error:

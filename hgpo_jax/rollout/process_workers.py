@@ -126,7 +126,8 @@ class _Worker:
             if self.process.poll(self._time_limit * self._calls(request)):
                 answer = self.process.receive()
                 self.stepped |= request[-1] != ()
-                self._last[request[0]] = request
+                if len(request) > 2:  # not that of a reward, which holds an episode's texts
+                    self._last[request[0]] = request
                 return answer
             failure: EnvFailure = _Hung(f"no answer in {self._time_limit:g} s{self._describe(request)}")
         except (EOFError, OSError):
@@ -265,7 +266,7 @@ class ProcessWorkers:
 def _serve(pipe, make) -> None:
     """Runs in a worker process: makes its environments, answers requests, ends with the pipe."""
     # The parent handles signals; it may finish its iteration before it exits.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
         signal.signal(number, signal.SIG_IGN)
     workers, spec = made(make)
     pipe.send(spec)

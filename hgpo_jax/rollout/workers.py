@@ -165,12 +165,8 @@ def read_output(env, result, length: int) -> EnvOutput:
     flags = {name: bool(flag) for name, flag in flags.items()}
     if flags.get("truncated") and not flags["done"]:
         raise ValueError("truncated is true where done is not; a time limit ends the episode")
-    role = 0
-    try:
-        role = _read_role(env)
-    except (TypeError, ValueError):
-        if not flags["done"] or flags.get("truncated"):  # after the end it may be nobody's turn
-            raise
+    # After the end it is nobody's turn, but after a time limit that of whom a prompt would have asked.
+    role = 0 if flags["done"] and not flags.get("truncated") else _read_role(env)
     score = None if score is None else float(score)
     if names:
         output = output._replace(signals=[float(value) for value in signals])

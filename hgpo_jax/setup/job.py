@@ -91,8 +91,8 @@ class PolicySetup:
         others = [a for a in leaves if a.dtype != dtype]
         if not others:
             return params
-        if all(isinstance(a, jax.ShapeDtypeStruct) for a in others):
-            return jax.tree.map(lambda a: a.update(dtype=jnp.dtype(dtype)), params)
+        if any(isinstance(a, jax.ShapeDtypeStruct) for a in leaves):  # beside adapters, which are arrays
+            return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype, sharding=a.sharding), params)
         # An array that passes through jit is copied: with LoRA, the whole reference policy if its adapters have another type.
         cast_ones = iter(_cast(others, dtype))
         return jax.tree.unflatten(structure, [a if a.dtype == dtype else next(cast_ones) for a in leaves])

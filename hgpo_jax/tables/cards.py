@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -21,8 +22,9 @@ def there(environment: Mapping[str, str] = os.environ, devices: Path = Path("/de
     if environment.get("JAX_PLATFORMS", "cuda").split(",")[0] not in ("cuda", "gpu"):
         return []
     if VISIBLE in environment:
-        return [name for name in environment[VISIBLE].split(",") if name.strip()]
-    return sorted((path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")), key=int)
+        names = [name.strip() for name in environment[VISIBLE].split(",")]
+        return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))  # what follows -1 is hidden
+    return [str(number) for number, _ in enumerate(devices.glob("nvidia[0-9]*"))]  # CUDA counts those that it sees
 
 
 class Cards:

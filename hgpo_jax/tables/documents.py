@@ -31,6 +31,8 @@ def _versus(row: Row) -> str:
     if not row.versus:
         return ""
     low, high = row.versus.interval
+    if math.isinf(high):
+        return f"{row.versus.mean:+.1f} in all {row.versus.n}"
     mean = f"{row.versus.mean:+.1f} ± {row.versus.error:.1f} ({low:+.1f} to {high:+.1f})"
     return f"{mean}, {row.versus.positive} of {row.versus.n}"
 

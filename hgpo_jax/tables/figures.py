@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import textwrap
 from pathlib import Path
 
@@ -165,7 +166,8 @@ def _forest(axis: Axes, plan: Plan, tables: dict[str, dict[str, float]], rows: l
             if (row := of_table.get(method)) and row.versus:
                 mean, (low, high) = row.versus.mean, row.versus.interval
                 face = COLORS[0] if row.leaves_out_zero else "white"
-                axis.errorbar(mean, len(names), xerr=[[mean - low], [high - mean]], fmt="o", c=COLORS[0], markerfacecolor=face)
+                bar = None if math.isinf(high) else [[mean - low], [high - mean]]
+                axis.errorbar(mean, len(names), xerr=bar, fmt="o", c=COLORS[0], markerfacecolor=face)
             names.append(plan.methods[method].title)
     axis.axvline(0, color=DARK, linewidth=0.9)
     figures.by_name(axis, range(len(names)), names)

@@ -83,7 +83,7 @@ def run_cells(plan: Plan, cells: list[Cell], runs: Path, source: Path, *, jobs: 
     for step in itertools.chain(*commands.values()):
         expand(step)
     todo = {cell: parts for cell, parts in commands.items() if not all(step.done for step in parts)}
-    cards = Cards(there(), jobs)
+    cards = Cards(there(os.environ | plan.variables), jobs)
     needed = {cell: cards.needed(plan, cell, more) for cell in todo}
     stop, began = threading.Event(), time.monotonic()
     ended: list[Cell] = []

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import jax
 from jax.experimental import multihost_utils
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last one where a terminal or a connection is closed
+# SIGHUP where a terminal or a connection is closed; Windows has none.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 
 class Interrupted(KeyboardInterrupt):
@@ -50,7 +51,7 @@ class Interruption:
     @staticmethod
     def _is_ignored(number: int) -> bool:
         """Whether this process is to outlive its terminal, as under nohup."""
-        return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+        return number not in (signal.SIGINT, signal.SIGTERM) and signal.getsignal(number) == signal.SIG_IGN
 
     def __exit__(self, *_) -> None:
         for number, handler in self._before.items():

@@ -63,9 +63,7 @@ class Training:
         if jax.process_count() > 1:  # all processes must start programs in the same order; two threads would not ensure that
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
-        for array in jax.tree.leaves(job.given_params) if done else ():  # or those of `start/` would lie beside them
-            array.delete()
-        params = starting_params(job, folder)
+        params = starting_params(job, folder, instead=True)
         self.reference = job.reference_copy(params)
         self.rollout_reference = job.rollout_reference(self.reference)
         self.state = self._restore(like) if done else init(params)
@@ -221,7 +219,7 @@ def full_disk(config: Config, folder: Path, state: Any, done: int) -> str:
     """
     size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
     left = math.ceil((config.iterations - done) / config.log.checkpoint_every)
-    there = len(list((folder / "checkpoints").glob("[0-9]*")))
+    there = sum(path.name.isdecimal() for path in (folder / "checkpoints").glob("*"))  # not those that are damaged or partial
     count = min(left, max(0, config.log.keep_checkpoints + config.log.keep_best + 1 - there))
     if (free := shutil.disk_usage(folder).free) >= count * size:
         return ""
@@ -306,8 +304,11 @@ def start_places(job: Job, folder: Path) -> dict[str, Path]:
     }
 
 
-def starting_params(job: Job, folder: Path) -> dict[str, dict]:
-    """Returns the initial weights: those in `start/` if the run has begun already, otherwise cloned or configured ones."""
+def starting_params(job: Job, folder: Path, instead: bool = False) -> dict[str, dict]:
+    """Returns the initial weights: those in `start/` if the run has begun already, otherwise cloned or configured ones.
+
+    instead: delete the given weights where those in `start/` take their place, before both are in memory.
+    """
     config, places = job.config, start_places(job, folder)
     by_place = {place: name for name, place in places.items()}
     if not distributed.broadcast_from_process_0(lambda: all((place / "config.json").is_file() for place in by_place)):
@@ -318,6 +319,8 @@ def starting_params(job: Job, folder: Path) -> dict[str, dict]:
             for place, name in by_place.items():
                 job.policies[name].save(reference[name], place)
         return reference
+    for array in jax.tree.leaves(job.given_params) if instead else ():
+        array.delete()
     params = {}
     for place, name in by_place.items():
         try:

@@ -119,12 +119,12 @@ def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
     config = find_run(fields, resume, allowed).config
     check_together(config)
     check_loggers(config)
-    check_numbers(config.method)
-    check_loss_numbers(config.learner, method_named(config.method))
     try:
         if config.mesh == "auto":
             open_devices()
         mesh = job_meshes(config)[0] if config.mesh == "auto" else abstract_mesh(config.mesh)
+        check_numbers(config.method)  # of one's own estimator, which opens the devices
+        check_loss_numbers(config.learner, method_named(config.method))
         entry = environment(config.env)
         if backend(config) == "compiled_text" and config.env.compiled is None and entry.games:  # it would write their tables
             config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})

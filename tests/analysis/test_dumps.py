@@ -108,7 +108,8 @@ def test_groups_are_those_of_a_plain_loop(dump, hgpo, level):
     ("name", "options"),
     [
         ("hgpo", {"base_group": True}), ("gigpo", {}), ("eb_gae", {}), ("gigpo", {"statistics": "per_trajectory"}),
-        ("hgpo", {"by_role": True, "base_group": True}), ("gigpo", {"keep": "informative"}), ("beacon", {"signals": True}),
+        ("hgpo", {"by_role": True, "base_group": True}), ("gigpo", {"keep": "informative"}),
+        ("gigpo", {"statistics": "per_trajectory", "by_role": True}), ("beacon", {"signals": True}),
     ],
     ids=str,
 )  # fmt: skip

@@ -122,7 +122,8 @@ def test_a_plan_of_runs_says_it_for_the_slices_of_its_settings():
     one = {"settings": ["alfworld_1.5b"], "methods": ["hgpo-k2"], "baseline": None}
     plan = plan.model_copy(update={"tables": [plan.tables[0].model_copy(update=one)]})
     listing = planning.listing(plan, "runs")
-    assert "alfworld_1.5b/hgpo-k2/s0: 2 devices" in listing and "about 3.4 h on v5litepod-8 (mesh=fsdp=8) without environments" in listing
+    assert "alfworld_1.5b/hgpo-k2/s0: 2 devices" in listing
+    assert "about 3.4 h on v5litepod-8 (mesh=fsdp=8) without environments" in listing
     cell = planning.Cell("alfworld_1.5b", "hgpo-k2", 0)
     expected = sum(count(PAPER, mesh="fsdp=8", rates=RATES["tpu-v5e"]).values()) * 160 / REACHED / 3600
     assert planning.cost(plan, cell).hours == pytest.approx(expected)

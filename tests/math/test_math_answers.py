@@ -51,7 +51,8 @@ def test_latex_is_compared_and_never_hangs(monkeypatch):
     right = [("0.5", "\\frac{1}{2}"), ("\\boxed{\\frac{10}{2}}", "5"), ("1+x^2", "x^2+1"), ("\\sqrt{12}", "2\\sqrt{3}")]
     for answer in ("3+1", "4!", "2\\cdot 2", "7 - 3", "2^2", "\\sqrt{16}", "x = 5 - 1"):  # the calculator's work
         assert not is_right(answer, "4", latex=True)
-    right += [("4\\text{ apples}", "4"), ("x=4", "4"), ("-\\frac{8}{2}", "-4"), ("90^\\circ", "90"), ("x - 1", "x-1")]
+    right += [("4\\text{ apples}", "4"), ("x=4", "4"), ("-\\frac{8}{2}", "-4"), ("90^\\circ", "90"), ("16\\text{ cm}^2", "16"),
+              ("16 \\text{ cm}^{2}", "16"), ("5\\times 10^{3}", "5000"), ("x - 1", "x-1")]
     wrong = [("0.51", "\\frac{1}{2}"), ("9^{9^{9}}", "5"), ("100000000!", "5"), ("{" * 99, "\\pi"), ("(" * 150, "5"), ("", "5")]
     for answer, wanted in [*right, *wrong, *right]:  # the process is replaced in between
         monkeypatch.setattr(answers, "TIME_LIMIT", 60.0 if (answer, wanted) in right else 0.5)  # some wrong ones never end

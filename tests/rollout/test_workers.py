@@ -177,7 +177,7 @@ class Teamwork(Counting):
 def test_the_prompt_after_a_time_limit_is_the_next_roles():
     script = {0: ["cut 1"], 1: ["over 1"], 2: ["over 7"], 3: ["cut 7"]}
     outputs = play(LocalWorkers(Teamwork), script, dict.fromkeys(script, 2))
-    assert [outputs[episode][-1].role for episode in range(3)] == [1, 1, 0]
+    assert [outputs[episode][-1].role for episode in range(3)] == [1, 0, 0]
     assert outputs[3][-1] == EnvFailure("ValueError: role is 7, there are 2")
 
 

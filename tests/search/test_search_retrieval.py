@@ -311,13 +311,16 @@ def test_a_server_that_has_answered_is_waited_for(mock, monkeypatch):
         server.retrieve(["red"], 2)
 
 
-def test_a_url_is_used_whole_or_refused(mock):
+def test_a_url_is_used_whole_or_refused(mock, tmp_path):
     server = mock(GOOD)
     asked = RetrievalServer(f"{server._url}/find?index=wiki")
     asked.retrieve(["red"], 2)
     assert Mock.asked[0][0] == "/find?index=wiki"
-    with refused("http://...@x: holds a user name, which cannot be sent; leave it out"):
+    with refused("http://...@x:8000: holds a user name, which cannot be sent; leave it out"):
         RetrievalServer("http://me:secret@x:8000")
+    with pytest.raises(ValueError, match="holds a user name") as caught:
+        search_makers(ALONE, tmp_path, "", "http://me:secret@x:8000", 24, top_k=1, max_turns=3)
+    assert "secret" not in str(caught.value) and str(caught.value).count("http") == 1
 
 
 def test_a_server_that_gives_no_answer_in_time_is_asked_three_times(mock):

@@ -11,8 +11,8 @@ from hgpo_jax.utils.errors import ConfigError
 
 
 @pytest.mark.parametrize(("environment", "names"), [
-    ({}, ["0", "2", "10"]), ({VISIBLE: "3,GPU-5"}, ["3", "GPU-5"]), ({VISIBLE: ""}, []), ({"JAX_PLATFORMS": "cpu"}, []),
-    ({"JAX_PLATFORMS": "cuda,cpu"}, ["0", "2", "10"]),
+    ({}, ["0", "1", "2"]), ({VISIBLE: "3,GPU-5"}, ["3", "GPU-5"]), ({VISIBLE: ""}, []), ({VISIBLE: "1,-1,0"}, ["1"]),
+    ({"JAX_PLATFORMS": "cpu"}, []), ({"JAX_PLATFORMS": "cuda,cpu"}, ["0", "1", "2"]),
 ])  # fmt: skip
 def test_what_a_process_would_see(environment, names, tmp_path):
     for name in ("nvidia0", "nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):

@@ -196,10 +196,17 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache
         reference = of.reference_copy(of.given_params)
         assert all(a is b for a, b in zip(*map(jax.tree.leaves, reference.values()), strict=True))
     alone = job_of("learner.kl_weight=0", "roles.searcher.lora_rank=2", cache=cache)
-    for of in (job, apart, alone):  # what is compiled ahead is described without copies
+    half = dataclasses.replace(alone, policies={
+        name: dataclasses.replace(one, settings=load(None, [*TEAM, "policy.compute_dtype=bfloat16"]))
+        for name, one in alone.policies.items()
+    })  # fmt: skip
+    for of in (job, apart, alone, half):  # what is compiled ahead is described without copies
         given = loop.describe(of.given_params)
         for call in (Job.reference_copy, Job.base_rollout_params):
-            assert loop.describe(call(of, given)) == loop.describe(call(of, of.given_params))
+            made, described = call(of, of.given_params), loop.describe(call(of, given))
+            assert jax.tree.structure(made) == jax.tree.structure(described)
+            for a, like in zip(*map(jax.tree.leaves, (made, described)), strict=True):
+                assert (a.shape, a.dtype) == (like.shape, like.dtype) and a.sharding.is_equivalent_to(like.sharding, a.ndim)
     assert [one is None for one in alone.reference_copy(alone.given_params).values()] == [False, True]  # nothing would read it
     _, after, _ = trained(apart, 0)
     merged = apart.merged_params(after.params, reference)
