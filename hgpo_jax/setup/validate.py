@@ -16,7 +16,7 @@ from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART, parameters
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
-from hgpo_jax.config.schema import Config, EnvConfig, PolicyConfig
+from hgpo_jax.config.schema import Config, EnvConfig
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, TEAM_REWARD, Method, method_named
@@ -304,10 +304,6 @@ def _check_unread(env: EnvConfig, entry: Environment, rollout_backend: Backend) 
             raise ConfigError(f"env.{name}={value}: env.name={env.name}{face} does not read it; leave it at {default!r}")
 
 
-# Fields of a policy of random weights.
-SIZES = [name for name in PolicyConfig.model_fields if name not in ("source", "tokenizer", "compute_dtype", "vision_frozen")]
-
-
 def check_overrides(config: Config, overrides: Sequence[str]) -> None:
     """Rejects an override that has no effect in this configuration. Raises ConfigError.
 
@@ -317,7 +313,6 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
     adapters = config.lora.rank or any(role.lora_rank for role in config.roles.values())
     as_text = env is None or backend(config) != "compiled"
     text = as_text, f"env.name={config.env.name}, compiled, is not told as text; leave it out"
-    random = not config.policy.source, f"policy={config.policy.source} has its own; leave it out"
     conditions: dict[str, tuple[Any, str]] = {
         **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
@@ -328,19 +323,17 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
         ),
         "policy.vision_": (env and env.pictures, f"env.name={config.env.name} shows no pictures; leave it out"),
         "rollout.ready_fraction": (as_text, f"env.name={config.env.name}, compiled, steps all episodes at once; leave it out"),
-        "cloning.": (config.warm_start == "cloning", "nothing is cloned with warm_start=none; leave it out"),
         "env.generated": (config.env.split == "generated", "is read with env.split=generated alone; leave it out"),
         "env.passages": (
             not (config.env.data or config.env.retriever),
             "is the size of the generated world, and env.data or env.retriever has others; leave it out",
         ),
-        **{f"policy.{name}": random for name in SIZES},
         "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
     }
     for override in overrides:
         name = override.partition("=")[0]
         for begin, (applies, why) in conditions.items():
-            if name.startswith(begin) and name not in ("lora.rank", "cloning.seed") and not applies:
+            if name.startswith(begin) and name != "lora.rank" and not applies:
                 raise ConfigError(f"{override:.200}: {why}")
 
 

@@ -183,10 +183,8 @@ UNREAD = [
     (["env.compiled=false"], ["env.name=alfworld"], "env.name=household has no such choice"),
     (["rollout.response_limit=64"], ["env.name=household_text"], "env.name=household, compiled, is not told as text"),
     (["rollout.ready_fraction=0.5"], ["env.name=household_text", "env.workers=2"], "env.name=household, compiled, steps all"),
-    (["cloning.lr=1e-3", "warm_start=none"], ["warm_start=cloning"], "nothing is cloned with warm_start=none; leave it out"),
     (["env.generated=9", "env.name=alfworld"], ["env.split=generated"], "is read with env.split=generated alone"),
     (["env.passages=99", "env.name=search", "env.data=x"], ["env.data="], "is the size of the generated world"),
-    (["policy.hidden_size=128", "policy=smollm2"], ["policy.source="], "policy=smollm2 has its own; leave it out"),
     (["rollout.stop=x"], ["env.name=alfworld", "policy=Qwen2.5-0.5B"], "env.name=household, compiled, is not told as text"),
 ]
 
@@ -197,10 +195,6 @@ def test_what_nothing_reads_is_refused_on_the_command_line(unread, reader, why):
         check_overrides(load(None, unread), unread)
     check_overrides(load(None, [*unread, *reader]), [*unread, *reader])
     check_overrides(load(None, unread), [])  # as a file has it
-
-
-def test_the_seed_of_the_first_weights_is_read_without_cloning():
-    check_overrides(load(None, fields := ["cloning.seed=3", "warm_start=none"]), fields)
 
 
 def test_a_path_may_begin_with_the_users_own_folder(monkeypatch):
