@@ -267,7 +267,7 @@ def evaluated(tmp_path, monkeypatch):
     (run / "config.yaml").write_text("seed: 1\nevaluation: {episodes: 6}\n")
     (run / "evaluation.json").write_text("{}")
     monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: None)
-    monkeypatch.setattr(evaluate, "build", lambda config, mesh: FakeJob(config, Runner(num_held_out_tasks=None)))
+    monkeypatch.setattr(evaluate, "build", lambda config, mesh, trains: FakeJob(config, Runner(num_held_out_tasks=None)))
     monkeypatch.chdir(tmp_path)
 
     def command(*arguments) -> set[str]:
@@ -356,7 +356,7 @@ def test_a_panel_is_played_under_one_seed_once_devices_are_open(evaluated, monke
     called, build = [], evaluate.build
     monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: called.append("devices"))
     monkeypatch.setattr(panels, "panel_tasks", lambda name, config: called.append("tasks") or ["a task"] * 512)
-    monkeypatch.setattr(evaluate, "build", lambda config, mesh: called.append("policy") or build(config, mesh))
+    monkeypatch.setattr(evaluate, "build", lambda config, mesh, trains: called.append("policy") or build(config, mesh, trains=trains))
     policy = types.SimpleNamespace(settings=configuration.load(None, ["policy=somewhere"]))
     monkeypatch.setattr(FakeJob, "policies", {"": policy})
     monkeypatch.setattr(evaluate, "find", lambda source, cache: source)
