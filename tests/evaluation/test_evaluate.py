@@ -356,7 +356,7 @@ def test_a_panel_is_played_under_one_seed_once_devices_are_open(evaluated, monke
     called, build = [], evaluate.build
     monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: called.append("devices"))
     monkeypatch.setattr(panels, "panel_tasks", lambda name, config: called.append("tasks") or ["a task"] * 512)
-    monkeypatch.setattr(evaluate, "build", lambda config, mesh, trains: called.append("policy") or build(config, mesh, trains=trains))
+    monkeypatch.setattr(evaluate, "build", lambda *given, **more: called.append("policy") or build(*given, **more))
     policy = types.SimpleNamespace(settings=configuration.load(None, ["policy=somewhere"]))
     monkeypatch.setattr(FakeJob, "policies", {"": policy})
     monkeypatch.setattr(evaluate, "find", lambda source, cache: source)
