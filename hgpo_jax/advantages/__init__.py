@@ -184,7 +184,8 @@ def _estimate(
     if keep != "all":
         batch = filtered(batch, keep)
     result = estimator(batch, **arrays, **dict(options))
-    result = dataclasses.replace(result, peers=jnp.where(batch.mask, batch.peers, -1))
+    if isinstance(result, Estimate):  # a mistake of one's own estimator is told by who asked
+        result = dataclasses.replace(result, peers=jnp.where(batch.mask, batch.peers, -1))
     if keep != "all":
         result = dataclasses.replace(result, keep=batch.mask if result.keep is None else batch.mask & result.keep)
     if "signals" in arrays:  # a compiled environment's are never checked on the host, and an integer cast hides a NaN

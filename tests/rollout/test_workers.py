@@ -146,6 +146,7 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
     assert not any(process.is_alive() for process in processes)
 
 
+@pytest.mark.slow  # it waits for what hangs
 def test_a_replaced_worker_has_time_to_play_what_it_takes_over():
     """Four steps take longer than one answer may."""
     workers = ProcessWorkers(Slow, 1, 3, time_limit=0.5)

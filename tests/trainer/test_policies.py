@@ -195,19 +195,6 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache
         assert {name: one.model.lora and one.model.lora.rank for name, one in of.policies.items()} == ranks
         reference = of.reference_copy(of.given_params)
         assert all(a is b for a, b in zip(*map(jax.tree.leaves, reference.values()), strict=True))
-    alone = job_of("learner.kl_weight=0", "roles.searcher.lora_rank=2", cache=cache)
-    half = dataclasses.replace(alone, policies={
-        name: dataclasses.replace(one, settings=load(None, [*TEAM, "policy.compute_dtype=bfloat16"]))
-        for name, one in alone.policies.items()
-    })  # fmt: skip
-    for of in (job, apart, alone, half):  # what is compiled ahead is described without copies
-        given = loop.describe(of.given_params)
-        for call in (Job.reference_copy, Job.base_rollout_params):
-            made, described = call(of, of.given_params), loop.describe(call(of, given))
-            assert jax.tree.structure(made) == jax.tree.structure(described)
-            for a, like in zip(*map(jax.tree.leaves, (made, described)), strict=True):
-                assert (a.shape, a.dtype) == (like.shape, like.dtype) and a.sharding.is_equivalent_to(like.sharding, a.ndim)
-    assert [one is None for one in alone.reference_copy(alone.given_params).values()] == [False, True]  # nothing would read it
     _, after, _ = trained(apart, 0)
     merged = apart.merged_params(after.params, reference)
     assert same(*map(jax.tree.structure, merged.values())) and not same(merged["searcher"], reference["searcher"])
@@ -222,6 +209,24 @@ def test_adapters_of_their_own_stand_beside_one_copy_of_the_weights(apart, cache
     adapters = job.by_policy(PolicySetup.trainable, both)
     assert same(*job.merged_params(adapters, both, donate=True).values())
     assert any(a.is_deleted() for a in jax.tree.leaves(both["searcher"]))
+
+
+@pytest.mark.slow  # jobs to build
+def test_what_is_compiled_ahead_is_described_without_copies(apart, cache):
+    job = job_of("roles.searcher.lora_rank=2", "roles.carrier.lora_rank=4", cache=cache)
+    alone = job_of("learner.kl_weight=0", "roles.searcher.lora_rank=2", cache=cache)
+    half = dataclasses.replace(alone, policies={
+        name: dataclasses.replace(one, settings=load(None, [*TEAM, "policy.compute_dtype=bfloat16"]))
+        for name, one in alone.policies.items()
+    })  # fmt: skip
+    for of in (job, apart, alone, half):
+        given = loop.describe(of.given_params)
+        for call in (Job.reference_copy, Job.base_rollout_params):
+            made, described = call(of, of.given_params), loop.describe(call(of, given))
+            assert jax.tree.structure(made) == jax.tree.structure(described)
+            for a, like in zip(*map(jax.tree.leaves, (made, described)), strict=True):
+                assert (a.shape, a.dtype) == (like.shape, like.dtype) and a.sharding.is_equivalent_to(like.sharding, a.ndim)
+    assert [one is None for one in alone.reference_copy(alone.given_params).values()] == [False, True]  # nothing would read it
 
 
 @pytest.mark.slow  # one more update to compile
