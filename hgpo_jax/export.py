@@ -55,8 +55,9 @@ def export(
     raw |= {name: tensors[0].dtype for name in ("dtype", "torch_dtype") if name in raw or name == "torch_dtype"}
     with huggingface_folder.atomic_folder(target) as partial:
         (partial / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-        for name in huggingface_folder.FILES["model"] - {"config.json", "model.safetensors.index.json"}:
-            if (folder / name).is_file():
+        for name in huggingface_folder.beside_weights(folder):
+            if name != "config.json":
+                (partial / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(folder / name, partial / name)
         huggingface_folder.open_to_transformers_4(partial)
         safetensors_files.write(partial, tensors, lambda t: source_weights.read(t.name), size=shard_size)

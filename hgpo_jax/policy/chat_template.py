@@ -51,7 +51,7 @@ class TokenText:
         self._added = frozenset(added.values())
         # Some reasoning models' tags are special tokens; they still belong to the text.
         special = ((index, token) for index, token in tokenizer.added_tokens_decoder.items() if token.special)
-        self._special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self.special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self.hidden = frozenset(index for index, token in special if token.content not in TAGS)
 
     def encode(self, texts: Iterable[str]) -> list[list[int]]:
@@ -78,12 +78,15 @@ class TokenText:
         """Splits a text at the special and added tokens that it spells; returns the parts and these tokens, alternating."""
         return self._marker.split(text) if self._marker else [text]
 
-    def marker_in(self, text: str) -> str:
-        """Finds a special or added token that a text spells, also with equivalent other characters; "" if there is none."""
+    def marker_in(self, text: str, brackets: frozenset[str]) -> str:
+        """Finds a special or added token that a text spells, also with equivalent other characters; "" if there is none.
+
+        brackets: pairs of characters that the template may put around a part of the text.
+        """
         texts = [text, unicodedata.normalize("NFKC", text), unicodedata.normalize("NFKC", text).lower()]
         match = next(filter(None, map(self._cuts.search, texts)), None) if self._cuts else None
-        # A template may add the brackets around a name itself.
-        inner = (token for token in self._special if len(token) > 5 and any(token[1:-1] in text for text in texts))
+        within = (token for token in self.special if token[0] + token[-1] in brackets)
+        inner = (token for token in within if len(token) > 5 and any(token[1:-1] in text for text in texts))
         return match.group(1) if match else next(inner, "")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -171,7 +174,7 @@ class ChatFrame:
         inside = self.inside_thought and not beginning
         if not tools:
             return AnswerParser(None, inside)
-        return AnswerParser(self.call_format(tools), inside, self.text.marker_in, self.most_calls)
+        return AnswerParser(self.call_format(tools), inside, self._marker_in, self.most_calls)
 
     def call_format(self, tools: Sequence[dict[str, Any]]) -> CallFormat:
         """Returns the form of tool calls in answers to a prompt that shows these tools."""
@@ -256,13 +259,34 @@ class ChatFrame:
             ids += [*run, *token]
         return ids
 
+    def _marker_in(self, text: str) -> str:
+        return self.text.marker_in(text, self._brackets)
+
+    @functools.cached_property
+    def _brackets(self) -> frozenset[str]:
+        """The first and last characters of special tokens that the template puts around names or values of tools and calls.
+
+        Qwen3-Coder's writes <KEY> for a tool's KEY; with StarCoder's vocabulary the key `filename` would become a token.
+        """
+        pairs = {token[0] + token[-1] for token in self.text.special if len(token) > 5}
+        described = {"type": "string", "description": _MARK, "enum": [_MARK], _MARK: _MARK}
+        parameters = {"type": "object", "properties": {_MARK: described}, "required": [_MARK]}
+        tool = {"type": "function", "function": {"name": _MARK, "description": _MARK, "parameters": parameters}}
+        call = {"type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
+        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            shown = self._render(messages, [tool])
+        except ValueError:
+            return frozenset(pairs)
+        return frozenset(pair for pair in pairs if f"{pair[0]}{_MARK}{pair[1]}" in shown)
+
     def _check_tools(self, tools: Sequence[dict[str, Any]], calls: list) -> None:
         """Raises ValueError if the template leaves out tools or their calls, or if they spell a token."""
         template = self._template(tools)
         for field, values in (("tools", list(tools)), ("tool_calls", calls)):
             if values and field not in template:
                 raise ValueError(f"{field}: this policy's chat template does not show any; leave them out")
-            if token := self.text.marker_in(json.dumps(values, ensure_ascii=False)):
+            if token := self._marker_in(json.dumps(values, ensure_ascii=False)):
                 raise ValueError(f"{field}: {token!r} is a token of its own in this policy's vocabulary; write it otherwise")
 
     def _template(self, tools: Sequence[dict[str, Any]] = ()) -> str:

@@ -46,6 +46,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+TEMPLATES = "additional_chat_templates"  # a folder of NAME.jinja, beside the default one
 CARD = "README.md"  # with front matter for model hubs (hgpo_jax/policy/model_card.py)
 # Files that a folder may hold besides STEM*.safetensors, by that stem.
 FILES = {
@@ -55,20 +56,37 @@ FILES = {
         "generation_config.json",
         "model.safetensors.index.json",
         huggingface_vision.PREPROCESSOR,
+        huggingface_vision.PROCESSOR,
+        huggingface_vision.VIDEO,
         *TOKENIZER_FILES,
     },
     "adapter_model": {CARD, "adapter_config.json", "adapter_model.safetensors.index.json"},
 }
 
 
+def beside_weights(folder: Path) -> list[str]:
+    """Returns the files of a policy's folder other than its weights and their index, relative to it, in order."""
+    names = FILES["model"] - {"model.safetensors.index.json"}
+    templates = (f"{TEMPLATES}/{file.name}" for file in (folder / TEMPLATES).glob("*.jinja"))
+    return sorted([*(name for name in names if (folder / name).is_file()), *templates])
+
+
 def digest(folder: Path) -> str:
     """Returns the SHA-256 over the files of a folder that define its policy; other files there do not count."""
     sha256 = hashlib.sha256()
-    for file in sorted(filter(Path.is_file, folder.iterdir())):
-        if file.name in FILES["model"] - {CARD} or fnmatch(file.name, "model*.safetensors"):
-            with file.open("rb") as content:
-                sha256.update(f"\0{file.name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
+    weights = [file.name for file in folder.iterdir() if fnmatch(file.name, "model*.safetensors*")]
+    for name in sorted({*weights, *beside_weights(folder)} - {CARD, huggingface_vision.VIDEO}):
+        with (folder / name).open("rb") as content:
+            sha256.update(f"\0{name}\0".encode() + hashlib.file_digest(content, "sha256").digest())
     return sha256.hexdigest()
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copies the tokenizer's files, its chat templates among them."""
+    for name in beside_weights(source):
+        if name in TOKENIZER_FILES or name.startswith(TEMPLATES):
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, target / name)
 
 
 def read_json(folder: Path, name: str) -> dict:
@@ -151,9 +169,14 @@ def read_config(folder: Path) -> ModelConfig:
 
 
 def _preprocessor(folder: Path) -> dict:
-    """Reads how a folder prepares pictures; {} if it does not say."""
-    name = huggingface_vision.PREPROCESSOR
-    return read_json(folder, name) if (folder / name).exists() else {}
+    """Reads how a folder prepares pictures; {} if it does not say. Raises ValueError."""
+    if (folder / huggingface_vision.PREPROCESSOR).exists():
+        return read_json(folder, huggingface_vision.PREPROCESSOR)
+    name = huggingface_vision.PROCESSOR
+    content = read_json(folder, name).get("image_processor", {}) if (folder / name).exists() else {}
+    if not isinstance(content, dict):
+        raise ValueError(f"policy {folder}: {name}: image_processor is not an object")
+    return content
 
 
 def _defaults(model_type: str, names: list[str]) -> dict:
@@ -224,6 +247,8 @@ def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
     present = [p.name for p in folder.iterdir()] if folder.exists() else []
     weight_files = {name for name in present if name.startswith(stem) and name.endswith(".safetensors")}
     strange = set(present) - FILES[stem] - weight_files
+    if stem == "model" and all(file.suffix == ".jinja" for file in (folder / TEMPLATES).glob("*")):
+        strange.discard(TEMPLATES)
     if strange:
         raise ValueError(f"policy {folder}: holds {min(strange)}, which a save would not put there; choose another folder")
     folder = folder.absolute()

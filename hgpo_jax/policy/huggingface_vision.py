@@ -13,6 +13,8 @@ from pathlib import Path
 from hgpo_jax.policy.model_config import VisionConfig
 
 PREPROCESSOR = "preprocessor_config.json"
+PROCESSOR = "processor_config.json"  # holds the same as `image_processor`, since transformers 5
+VIDEO = "video_preprocessor_config.json"  # kept for others: our policies see no videos
 # Of red, green and blue, after division by 255; the numbers of CLIP (Radford et al., arXiv 2103.00020).
 IMAGE_MEAN, IMAGE_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 TOWER_FIELDS = (
@@ -36,6 +38,8 @@ def with_text_at_top(raw: dict) -> dict:
     text = raw.get("text_config") or {}
     if not isinstance(text, dict):
         raise ValueError("text_config is not an object")
+    # transformers 4.53 to 4.55 wrote the tokens' ids at the top, and null inside.
+    text = {name: value for name, value in text.items() if value is not None and not (name in TOKEN_FIELDS and name in raw)}
     # Before transformers 5 the inner of two fields counted.
     tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)}
     return raw | text | tied | {"model_type": raw["model_type"]}

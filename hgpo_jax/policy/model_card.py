@@ -17,19 +17,20 @@ from hgpo_jax.policy.tokenizer import AS_TRAINED, GENERATION
 from hgpo_jax.utils.files import atomic_write
 
 FILE = huggingface_folder.CARD
+OURS = "hgpo_jax"  # in every card that this project writes
 
 
-def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
+def write(folder: Path, config: Config, parameters: int, result: dict, sees: bool = False) -> None:
     """Writes the card of a policy that `config` trained.
 
     folder: the Hugging Face folder, or peft's folder of an adapter. parameters: number of the policy's parameters.
-    result: the content of the run's evaluation.json.
+    result: the content of the run's evaluation.json. sees: whether the policy reads pictures.
     """
     adapter, generation_file = (folder / "adapter_config.json").is_file(), folder / GENERATION
     front = {
         **base_of(config.policy.source, config.cache_dir),
         "library_name": "peft" if adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if sees else "text-generation",
         "tags": ["reinforcement-learning", "llm-agent", "hgpo_jax", _name(config.method), _name(config.env.name)],
     }
     templates = jinja2.Environment(
@@ -38,6 +39,7 @@ def write(folder: Path, config: Config, parameters: int, result: dict) -> None:
     text = templates.get_template("model_card.md").render(
         front=yaml.safe_dump(front, sort_keys=False),
         adapter=adapter,
+        sees=sees,
         config=config,
         base=front.get("base_model") or Path(config.policy.source).name,
         method=_name(config.method),
@@ -57,11 +59,15 @@ def base_of(source: str, cache_dir: str) -> dict[str, str]:
     if not source:
         return {}
     try:
-        fields = front_matter(find(source, cache_dir))
-    except ValueError:  # deleted since the run began, which is no reason to lose its card
+        fields = front_matter(folder := find(source, cache_dir))
+        if OURS not in (folder / FILE).read_text(encoding="utf-8"):
+            fields.pop("base_model", None)  # what the copy of another's policy was trained from, not its own name
+    except (OSError, ValueError):  # deleted since the run began, which is no reason to lose its card; or without a card
         fields = {}
     if re.fullmatch(r"[\w.-]+/[\w.-]+", source) and not Path(source).exists():
         fields["base_model"] = source
+    elif cached := re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/", str(Path(source).absolute())):
+        fields["base_model"] = f"{cached[1]}/{cached[2]}"
     return {name: fields[name] for name in ("base_model", "license") if isinstance(fields.get(name), str)}
 
 

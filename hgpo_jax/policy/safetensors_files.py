@@ -63,6 +63,8 @@ class Weights:
         if missing:
             raise ValueError(f"{where}: tensor {missing[0]} is missing ({len(missing)} in all)")
         unexpected = sorted(self.shapes.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
+        # Old files of Llamas keep what rope_theta gives.
+        unexpected = [name for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
         if unexpected:
             raise ValueError(one_line(f"{where}: tensor {unexpected[0]} is unexpected ({len(unexpected)} in all)"))
         for name, shape in expected.items():

@@ -30,6 +30,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR, *, weights: bool
     from huggingface_hub import snapshot_download  # takes seconds to import, and folders need no hub
 
     patterns = [*["model*.safetensors"] * weights, "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
+    patterns.append(f"{huggingface_folder.TEMPLATES}/*.jinja")
     try:
         return Path(snapshot_download(str(folder), allow_patterns=patterns))
     except Exception as error:  # errors come from several libraries, and none is worth a traceback
@@ -43,11 +44,13 @@ def is_hub_name(source: str | Path) -> bool:
 
 
 def load_tokenizer(name: str, cache_dir: str):
-    """Calls `read_tokenizer`, cached while its files stay as they are, also for a GGUF file or package (`gguf_folder.py`)."""
-    place = unpack(name, cache_dir)
-    names = (*huggingface_folder.TOKENIZER_FILES, "generation_config.json")
-    stats = [file.stat() if (file := Path(place, name)).is_file() else None for name in names]
-    return _cached_tokenizer(place, tuple(stat and (stat.st_mtime_ns, stat.st_size) for stat in stats))
+    """Calls `read_tokenizer` for what `find` takes, cached while its files stay as they are. Raises ValueError, in one line."""
+    try:
+        place = find(name, cache_dir, weights=False)
+    except ValueError as error:
+        raise ValueError(f"policy.tokenizer={name}: cannot be read: {error}") from None
+    stats = [(place / file).stat() for file in huggingface_folder.beside_weights(place)]
+    return _cached_tokenizer(str(place), tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
 
 
 @functools.lru_cache(maxsize=16)

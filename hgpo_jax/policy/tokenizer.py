@@ -84,7 +84,7 @@ def embedding_rows(tokens: int) -> int:
 
 
 def read_tokenizer(name: str):
-    """Reads the tokenizer of a folder or hub id, with the data of `generation_of`. Raises ValueError, in one line."""
+    """Reads the tokenizer of a folder, with the data of `generation_of`. Raises ValueError, in one line."""
     from transformers import AutoTokenizer  # takes seconds to import, and many commands need no tokenizer
 
     try:
@@ -120,18 +120,9 @@ def generation_of(tokenizer) -> dict[str, Any]:
 
 
 def _read_generation(name: str) -> dict[str, Any]:
-    """Reads the generation_config.json of a folder or hub id. Raises ValueError."""
-    file = Path(name, GENERATION)
+    """Reads the generation_config.json of a folder. Raises ValueError."""
     try:
-        if not Path(name).is_dir():
-            from huggingface_hub import hf_hub_download  # folders need no hub
-            from huggingface_hub.errors import EntryNotFoundError
-
-            try:
-                file = Path(hf_hub_download(name, GENERATION))
-            except EntryNotFoundError:
-                return {}
-        fields = json.loads(file.read_text())
+        fields = json.loads(Path(name, GENERATION).read_text())
         ends = fields.get("eos_token_id")
         fields["eos_token_id"] = [] if ends is None else ends if isinstance(ends, list) else [ends]
         if odd := [end for end in fields["eos_token_id"] if type(end) is not int or end < 0]:
@@ -140,7 +131,7 @@ def _read_generation(name: str) -> dict[str, Any]:
             raise ValueError(f"{AS_TRAINED}={fields[AS_TRAINED]!r:.80}: needs a date and thinking; remove it")
     except FileNotFoundError:
         return {}
-    except Exception as error:  # errors of the hub, or of a file without a JSON object
+    except (OSError, ValueError, AttributeError) as error:  # the last of a file without a JSON object
         raise ValueError(f"policy.tokenizer={name}: {GENERATION}: {' '.join(str(error).split())[:300]}") from None
     return fields
 

@@ -262,7 +262,8 @@ def train_and_evaluate(
             for saved in (folder / "policy" / name, folder / "adapter" / name):
                 if saved.is_dir():
                     count = sum(a.size for a in jax.tree.leaves(policy.initial.params))
-                    model_card.write(saved, policy.settings, count, result)
+                    sees = policy.initial.config.vision is not None
+                    model_card.write(saved, policy.settings, count, result, sees)
         with atomic_write(folder / "transcripts.txt") as file:  # written last: its presence means that the run has ended
             file.write(text + "\n")
     say(f"\n{text}\n\n{describe_evaluation(result)}")

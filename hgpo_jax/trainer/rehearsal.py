@@ -196,9 +196,8 @@ def _save_policies(config: Config, sources: set[str], axes: dict[str, int], fiel
         model = with_tokens_of(smaller_model(model, axes, len(tokenizer), sees=environment(config.env).pictures), tokenizer)
         place = folder / f"policy{number}"
         Policy(model, initialize(model, 0, mesh), tokenizer).save(place)
-        for name in huggingface_folder.TOKENIZER_FILES:
-            if original and (original / name).is_file():
-                shutil.copyfile(original / name, place / name)
+        if original:
+            huggingface_folder.copy_tokenizer(original, place)
         if fields["policy"]["source"] == source:
             fields["policy"] |= {"source": str(place), "tokenizer": ""}
         for role in fields["roles"].values():

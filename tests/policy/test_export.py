@@ -13,7 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from hgpo_jax import export
-from hgpo_jax.policy import load_policy
+from hgpo_jax.policy import huggingface_folder, load_policy
+from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.byte_policy import byte_policy
@@ -88,6 +89,25 @@ def test_qwens_tokenizer_and_chat_template_survive(tmp_path, monkeypatch):
         assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == expected
     assert before(expected)["input_ids"] == ids
     assert before.chat_template == after.chat_template
+
+
+def test_several_chat_templates_are_kept(tmp_path):
+    """As Hermes 2 and 3 have one for tools; a second save replaces the first."""
+    policy = byte_policy()
+    policy.tokenizer.chat_template = {"default": policy.tokenizer.chat_template, "tool_use": "{{ messages[0]['content'] }}!"}
+    for _ in range(2):
+        policy.save(tmp_path / "saved")
+    export.export(tmp_path / "saved", tmp_path / "exported")
+    assert load_policy(tmp_path / "exported").tokenizer.chat_template == policy.tokenizer.chat_template
+    place = str(tmp_path / "exported")
+    digest, tokenizer = huggingface_folder.digest(tmp_path / "exported"), load_tokenizer(place, "cache")
+    tool = tmp_path / "exported" / "additional_chat_templates" / "tool_use.jinja"
+    tool.write_text("other")
+    assert huggingface_folder.digest(tmp_path / "exported") != digest
+    assert load_tokenizer(place, "cache").chat_template == tokenizer.chat_template | {"tool_use": "other"}
+    tool.with_name("notes.txt").write_text("a user's")
+    with pytest.raises(ValueError, match="holds additional_chat_templates, which a save would not put there"):
+        policy.save(tmp_path / "exported")
 
 
 @pytest.mark.parametrize("source", ["saved by a run", "saved by transformers 5"])

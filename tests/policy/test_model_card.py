@@ -45,7 +45,8 @@ def test_what_is_known_of_the_weights_that_training_began_with_is_handed_on(fold
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text("{}")
-    (base / "README.md").write_text("---\nbase_model: Somebody/Model\nlicense: apache-2.0\ntags: [x]\n---\n# A model\n")
+    written = "---\nbase_model: Somebody/Model\nlicense: apache-2.0\ntags: [x]\n---\nA model, by hgpo_jax\n"
+    (base / "README.md").write_text(written)
     (folder / "adapter_config.json").write_text(json.dumps({}))
     config = load(None, [f"policy={base}", "lora.rank=4", "method=./mine.py:plain", "warm_start=none"])
     model_card.write(folder, config, 1, RESULT)
@@ -53,6 +54,25 @@ def test_what_is_known_of_the_weights_that_training_began_with_is_handed_on(fold
     assert (card.data.base_model, card.data.license, card.data.library_name) == ("Somebody/Model", "apache-2.0", "peft")
     assert "A LoRA adapter of rank 4 for `Somebody/Model`" in card.text and "trained with plain" in card.text
     assert "AutoPeftModelForCausalLM" in card.text and str(tmp_path) not in card.text.partition("## Configuration")[0]
+
+
+def test_a_copy_of_anothers_policy_is_not_what_that_was_trained_from(tmp_path):
+    copied, cached = tmp_path / "Model-Instruct", tmp_path / "models--Somebody--Model-Instruct" / "snapshots" / "1f"
+    for place in (copied, cached):
+        place.mkdir(parents=True)
+        (place / "README.md").write_text("---\nbase_model: Somebody/Model\nlicense: apache-2.0\n---\n# A model\n")
+    assert model_card.base_of(str(copied), "cache") == {"license": "apache-2.0"}
+    assert model_card.base_of(str(cached), "cache") == {"license": "apache-2.0", "base_model": "Somebody/Model-Instruct"}
+
+
+def test_a_policy_that_sees_is_loaded_as_one(folder):
+    model_card.write(folder, load(None), 1, RESULT, sees=True)
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.pipeline_tag == "image-text-to-text" and "AutoModelForImageTextToText" in card.text
+    assert "CausalLM" not in card.text.partition("## Configuration")[0]
+    (folder / "adapter_config.json").write_text("{}")
+    model_card.write(folder, load(None), 1, RESULT, sees=True)
+    assert "PeftModel.from_pretrained(AutoModelForImageTextToText" in ModelCard.load(folder / "README.md").text
 
 
 @pytest.mark.parametrize(("thinking", "words"), [

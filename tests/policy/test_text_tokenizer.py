@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import MAX_WORDS, read_tokenizer, text_tokenizer
 
 TEXTS = (
@@ -62,8 +63,9 @@ def test_of_many_words_the_most_frequent_are_tokens():
     assert pieces(tokenizer, "often") == ["often"]
 
 
-def test_a_folders_own_way_of_cutting_texts_holds(tokenizer, tmp_path):
+def test_a_folders_own_way_of_cutting_texts_holds(tokenizer, tmp_path, monkeypatch):
     """As in DeepSeek's distilled Qwen2.5, whose tokenizer.json isolates runs of digits; transformers 5 alone would not."""
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path / name.partition("/")[2]))
     cut = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(r"\p{N}+"), "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
@@ -77,6 +79,6 @@ def test_a_folders_own_way_of_cutting_texts_holds(tokenizer, tmp_path):
         (tmp_path / name / "config.json").write_text('{"model_type": "qwen2"}')
         read = read_tokenizer(str(tmp_path / name))
         for text in ("look for 137\n", "go to cabinet 12"):
-            assert read(text).input_ids == made(text).input_ids
+            assert read(text).input_ids == made(text).input_ids == load_tokenizer(f"hub/{name}", "cache")(text).input_ids
     assert len(other.encode("look for 137\n").ids) == 3
     assert type(read).__name__ == "Qwen2Tokenizer"  # the class that was declared, where both agree

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from hgpo_jax import export
-from hgpo_jax.policy import ModelConfig, Policy, huggingface_folder, load_policy, shapes, shardings
+from hgpo_jax.policy import ModelConfig, Policy, huggingface_folder, huggingface_vision, load_policy, shapes, shardings
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.policy.model_config import VisionConfig
 from tests.helpers.refusals import refused
@@ -75,11 +75,31 @@ def test_both_forms_of_the_config_are_read(tmp_path):
     text["text_config"]["tie_word_embeddings"] = True
     (tmp_path / "config.json").write_text(json.dumps(text))
     assert huggingface_folder.read_config(tmp_path).tie_word_embeddings
+    # transformers 4.53 to 4.55 had the tokens at the top, and nulls inside.
+    text["text_config"] |= dict.fromkeys([*huggingface_vision.TOKEN_FIELDS, "rope_scaling"])
+    (tmp_path / "config.json").write_text(json.dumps(text | {name: FLAT[name] for name in ("rope_scaling", *TOKENS)}))
+    assert huggingface_folder.read_config(tmp_path).vision == nested.vision
     (tmp_path / "config.json").write_text(json.dumps(FLAT | {"vision_config": {"hidden_size": 16, "num_heads": 2, **SMALL}}))
     assert huggingface_folder.read_config(tmp_path).vision.depth == 32  # transformers' default
 
 
-SMALL = {"out_hidden_size": 24}
+SMALL, TOKENS = {"out_hidden_size": 24}, huggingface_vision.TOKEN_FIELDS
+
+
+def test_the_form_in_which_transformers_5_keeps_how_pictures_are_prepared(tmp_path):
+    policy().save(tmp_path / "a")
+    held = json.loads((tmp_path / "a" / "preprocessor_config.json").read_text())
+    (tmp_path / "a" / "preprocessor_config.json").unlink()
+    processor = tmp_path / "a" / "processor_config.json"
+    processor.write_text(json.dumps({"image_processor": held, "processor_class": "Qwen2_5_VLProcessor"}))
+    export.export(tmp_path / "a", tmp_path / "b")
+    assert load_policy(tmp_path / "b").config == CONFIG
+    processor.write_text(json.dumps({"image_processor": held | {"image_mean": [0, 0, 0]}}))
+    with refused("image_mean=[0, 0, 0] is not supported"):
+        load_policy(tmp_path / "a")
+    processor.write_text(json.dumps({"image_processor": []}))
+    with refused("processor_config.json: image_processor is not an object"):
+        load_policy(tmp_path / "a")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -311,6 +311,14 @@ def test_a_sliding_window_that_is_not_used_is_ignored(tmp_path):
     assert huggingface_folder.read_config(tmp_path / "p") == huggingface_folder.read_config(DATA / "qwen2_tiny")
 
 
+def test_angles_in_a_file_are_ignored(tmp_path):
+    """Files of Llama-2 hold what rope_theta gives."""
+    shutil.copytree(DATA / "llama_tiny", tmp_path / "p")
+    file = tmp_path / "p" / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32)}, file)
+    assert load_policy(tmp_path / "p").config.model_type == "llama"
+
+
 # ---- the hub ------------------------------------------------------------------------------------------------------------
 
 
