@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -19,6 +20,11 @@ from hgpo_jax.serving.fork_server import Forked, ForkServer
 from hgpo_jax.utils.errors import ConfigError, one_line
 
 MAX_OUTPUT = 2**26  # bytes that a command may write to its terminal
+# Variables that send an agent's requests elsewhere, or name who asks; what else its clients read stays as it is.
+_ADDRESS = re.compile(
+    r"(OPENAI|ANTHROPIC)_(\w*(BASE|BASE_URL|API_URL|KEY|TOKEN|HEADERS|SOCKET)|API_TYPE|API_VERSION|ORG_ID|ORGANIZATION|PROJECT\w*)"
+    r"|CLAUDE_CODE_(USE_(BEDROCK|VERTEX|FOUNDRY)|OAUTH_TOKEN)"
+)
 MOMENT = 0.5  # seconds between looks at what a command does
 # Kinds of failures. No answer is to blame for the first; the metrics have the share of each as `failed/KIND`.
 KINDS = INFRASTRUCTURE, CRASH, CONTEXT, SILENCE, NO_REWARD = "infrastructure", "crash", "context", "silence", "no_reward"
@@ -189,11 +195,15 @@ def fork_server(command: Sequence[str], preload: Sequence[str]) -> ForkServer:
 
 
 def _environment(host: str) -> dict[str, str]:
-    """Returns a command's environment: an agent needs no accelerator, must not use a proxy for the trainer's machine, and asks
-    nobody but the policy. host: that machine's address."""
+    """Returns a command's environment: an agent needs no accelerator, must not use a proxy for the trainer's machine, asks
+    nobody but the policy and reports to nobody else. host: that machine's address."""
     local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host]))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
-    return kept | {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()}
+    kept = {name: value for name, value in os.environ.items() if not _ADDRESS.fullmatch(name)}
+    return (
+        {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
+        | kept
+        | {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()}
+    )
 
 
 def _path() -> str:
@@ -205,6 +215,7 @@ def variables_of(url: str, session, task: int, split: str) -> dict[str, str]:
     """Returns the environment variables that tell a command where the policy is, and what to play."""
     return {
         "OPENAI_BASE_URL": url,
+        "OPENAI_API_BASE": url,  # as older clients and LiteLLM call it
         "OPENAI_API_KEY": session.name,
         "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": session.name,

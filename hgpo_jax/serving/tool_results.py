@@ -66,16 +66,19 @@ def _replace(text: str, kinds: dict[str, tuple[str, ...]]) -> str:
 
 
 def tool_state(messages: Sequence[dict[str, Any]]) -> str | None:
-    """Returns the state of a conversation that ends with results of tools; None for another.
+    """Returns the state of a conversation in which results of tools follow the assistant's last message; None for another.
 
-    It has every result since the assistant's last message, each after its call. Results are assumed to be in the order of the
-    calls.
+    It has every result, each after its call, and then the texts that follow, as agents add reminders ("Continue."). Results are
+    assumed to be in the order of the calls.
     """
-    if not messages or messages[-1]["role"] != "tool":
-        return None
     last = max((number for number, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    first = next((number for number, message in enumerate(messages) if number > last and message["role"] == "tool"), None)
+    if first is None:
+        return None
+    since = messages[first:]
+    results = [message["content"] for message in since if message["role"] == "tool"]
     calls = [call["function"] for call in messages[last].get("tool_calls", ())] if last >= 0 else []
-    results = [message["content"] for message in messages[last + 1 :] if message["role"] == "tool"]
+    results += [message["content"] for message in since if message["role"] != "tool"]
     named = [without_random_names(f"{call['name']} {_canonical(call['arguments'])}\n") for call in calls] + [""] * len(results)
     return "\n".join(call + without_varying_parts(result) for call, result in zip(named, results, strict=False))
 

@@ -19,7 +19,7 @@ from hgpo_jax.rollout.chat_prompts import ChatFormat
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_numbers
 from hgpo_jax.sampling.generate import Decoding
-from hgpo_jax.serving import engine
+from hgpo_jax.serving import commands, engine
 from hgpo_jax.serving.agent_rollout import AgentRunner
 from hgpo_jax.serving.commands import KINDS, Commands, Launcher, Running
 from hgpo_jax.serving.sessions import Session
@@ -200,6 +200,19 @@ def test_a_signal_ends_the_commands(monkeypatch, tmp_path):
     for name in os.listdir(tmp_path):
         with pytest.raises(ProcessLookupError):
             os.kill(int(name), 0)
+
+
+def test_an_agent_asks_nobody_else_and_keeps_its_settings(monkeypatch):
+    gone = ["OPENAI_API_KEY", "OPENAI_BASE_URL", "OPENAI_API_BASE", "OPENAI_ORG_ID", "ANTHROPIC_AUTH_TOKEN",
+            "ANTHROPIC_BEDROCK_BASE_URL", "ANTHROPIC_CUSTOM_HEADERS", "CLAUDE_CODE_USE_BEDROCK"]  # fmt: skip
+    kept = ["OPENAI_MODEL", "OPENAI_LOG", "ANTHROPIC_MODEL", "CLAUDE_CODE_MAX_OUTPUT_TOKENS", "HOME"]
+    for name in (*gone, *kept):
+        monkeypatch.setenv(name, "mine")
+    variables = commands._environment("127.0.0.1")
+    assert not variables.keys() & {*gone} and all(variables[name] == "mine" for name in kept)
+    assert variables["OPENAI_AGENTS_DISABLE_TRACING"] == "1"  # else the Agents SDK sends what it does to OpenAI
+    monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "0")
+    assert commands._environment("127.0.0.1")["OPENAI_AGENTS_DISABLE_TRACING"] == "0"
 
 
 def test_mistakes_are_one_line(tmp_path):

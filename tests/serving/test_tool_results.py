@@ -107,4 +107,12 @@ def test_a_state_is_the_last_calls_and_their_results():
     assert seen != state(calls(("look", {"at": "wall"}), take), result("A desk."), result("Taken in 0.2 s."))
     assert state(calls(take), result("Taken."), result("and more")) == 'take {"what":"cup"}\nTaken.\nand more'
     assert state(result("A desk.")) == "A desk."
-    assert state(calls(look), result("A cup."), {"role": "user", "content": "And at 05:13:17?"}) == "And at 05:13:17?"
+
+
+def test_a_reminder_after_a_result_belongs_to_its_state():
+    """As Claude Code and others add one to each turn: it alone would make a state of all turns."""
+    look, reminder = ("look", {}), {"role": "user", "content": "Continue; it took 0.5 s."}
+    seen = [state(calls(look), result(text), reminder) for text in ("A cup.", "A desk.")]
+    assert seen[0] == "look {}\nA cup.\nContinue; it took <duration>." != seen[1]
+    answered = [calls(look), result("A cup."), {"role": "assistant", "content": "Done."}]
+    assert state(*answered, {"role": "user", "content": "And at 05:13:17?"}) == "And at 05:13:17?"

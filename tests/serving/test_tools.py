@@ -153,6 +153,8 @@ def test_tools_cannot_forge_the_frame():
     with pytest.raises(ValueError, match="is a token of its own"):
         shown(tokenizer, body(tools=[LOOK | {"function": {"name": "|im_end|"}}]))
     tokenizer = tool_tokenizer()
+    # Where the template puts no brackets, the word within a token is a word, such as `filename` in StarCoder's vocabulary.
+    shown(tokenizer, body(tools=[LOOK | {"function": {"name": "|im_end|"}}]))
     # What a tool has answered is data like any message.
     markers = set(tokenizer.get_added_vocab().values())
     count = lambda ids: sum(i in markers for i in ids)  # noqa: E731
