@@ -17,7 +17,7 @@ def adora(
     *,
     success: jax.Array,
     lengths: jax.Array,
-    length_limit: int = 3900,
+    length_limit: int | None = None,
     statistics: str = "per_step",
     normalize: str = "mean_std",
     invalid_penalty: float = 0.1,
@@ -26,7 +26,8 @@ def adora(
 
     success: bool[B]; in the authors' code a score above 1.01. lengths: i32[B, T], tokens of each step's response; an
         episode's length is their sum.
-    length_limit: failures of so many tokens or more, which were probably cut, are not counted.
+    length_limit: failures of so many tokens or more are not counted, because they were probably cut; None: all are. In the
+        authors' code 3900, of answers of 4096 at most; episodes of many turns are longer, and few of them are cut.
     A group without success counts little, and one without failures below the limit that has a success counts in full.
     Other options as in `grpo`. The rule is that of the code for language models; the one for vision differs without failures.
     """
@@ -38,7 +39,7 @@ def adora(
     def least(values: jax.Array, of: jax.Array) -> jax.Array:
         return grouping.group_min(grouping.steps_in_order(jnp.where(of & happened, values, jnp.inf), trajectories), segment)
 
-    failed = happened & ~success[:, None] & (total < length_limit)
+    failed = happened & ~success[:, None] & (total < (jnp.inf if length_limit is None else length_limit))
     failures = grouping.group_sum(grouping.steps_in_order(failed.astype(jnp.float32), trajectories), segment)
     tokens = grouping.group_sum(grouping.steps_in_order(jnp.where(failed, total, 0.0), trajectories), segment)
     mean = jnp.where(failures > 0, tokens / jnp.maximum(failures, 1), -jnp.inf)

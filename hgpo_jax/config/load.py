@@ -14,6 +14,7 @@ from hgpo_jax.envs.command_line import nearest
 from hgpo_jax.utils.errors import ConfigError, excerpt, one_line
 
 CONFIGS = Path(__file__).parents[1] / "configs"
+SECTIONS = {"roles", *(name.partition(".")[0] for name in fields() if "." in name)}
 RECORD = "config.yaml"  # the file of a run's folder that holds every field
 
 
@@ -87,7 +88,9 @@ def _read(path: str) -> dict:
         raise ConfigError(one_line(f"--config {path}: not a YAML file: {error}")) from None
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"--config {path}: expected fields with values, found {type(tree).__name__}")
-    return drop_removed(tree or {}) if file.name == RECORD else tree or {}
+    # A section whose fields are all comments is none.
+    tree = {name: value for name, value in (tree or {}).items() if value is not None or name not in SECTIONS}
+    return drop_removed(tree) if file.name == RECORD else tree
 
 
 def _one_line(error: pydantic.ValidationError, all_fields: dict) -> str:

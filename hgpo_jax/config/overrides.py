@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import get_origin
+from typing import get_args, get_origin
 
 import yaml
 
@@ -42,6 +42,8 @@ def apply_overrides(tree: dict, overrides: Sequence[str]) -> None:
 def _value_of_type(annotation, text: str):
     if annotation is str:
         return text
+    if text in ("null", "~") and type(None) in get_args(annotation):
+        return None
     value = _parse(text)
     if get_origin(annotation) is tuple and not isinstance(value, list):
         return [part.strip() for part in text.split(",")]
@@ -60,4 +62,8 @@ def _parse(text: str):
         value = yaml.safe_load(text)
     except Exception:  # PyYAML raises other errors than its own, too, as for 2024-99-99
         return text
+    if isinstance(value, int) and (":" in text or re.fullmatch(r"[-+]?0\d+", text)):
+        return text  # YAML 1.1 takes 1:30 for 90, and 010 for 8
+    if re.fullmatch(r"[-+]?\d+[eE]\+?\d", text):  # which it takes for text without a point
+        return float(text)
     return text if value is None else value

@@ -172,7 +172,7 @@ class LoraFields(Section):
     rank: int = field(0, "rank of the adapters; 0: train the weights themselves", ge=0)
     alpha: float = field(32.0, "the adapters' product is scaled by alpha / rank", gt=0)
     targets: tuple[Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"], ...] = field(
-        LINEARS, "which matrices of every block get an adapter"
+        LINEARS, "which matrices of every block get an adapter", min_length=1
     )
 
 

@@ -72,7 +72,7 @@ def make(
     plan = {"run": digest(config), "setting": setting, "level": level}
     plan |= {"prompt_groups": groups, "batches": batches, "continuations": continuations}
     if file.exists():
-        refuse_another(file, plan)
+        refuse_another(file, plan, directions)
         say(f"{file}: is there")
         return
     iteration = nearest(run, level)
@@ -117,13 +117,17 @@ def refuse(config: Config, run: Path) -> None:
         raise ConfigError(f"{run}: a snapshot needs one policy for all roles, and rollout.group_size of 2 or more")
 
 
-def refuse_another(file: Path, plan: dict) -> None:
-    """Raises ConfigError if a file's snapshot is not the one that was planned."""
-    about = load(file).about
+def refuse_another(file: Path, plan: dict, directions: int) -> None:
+    """Raises ConfigError if a file's snapshot is not the one that was planned, or lacks gradients in that many directions."""
+    snapshot = load(file)
+    about, gradients = snapshot.about, snapshot.arrays.get("gradients")
     differ = [name for name, value in plan.items() if getattr(about, name) != value]
     if differ:
         what = "another run's snapshot" if "run" in differ else f"a snapshot with {differ[0]}={getattr(about, differ[0])}"
         raise ConfigError(f"{file}: holds {what}; give --setting or another DIR")
+    there = 0 if gradients is None else gradients.shape[-1]
+    if directions not in (0, there):
+        raise ConfigError(f"{file}: --directions {directions}: its gradients have {there}; give that, or another DIR")
 
 
 def digest(config: Config) -> str:

@@ -13,6 +13,7 @@ from flax import nnx
 from hgpo_jax.policy import Policy
 from hgpo_jax.policy.answers import TextStream
 from hgpo_jax.policy.chat_template import ChatFrame
+from hgpo_jax.sampling.constraint import restrict
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, sample_token
 
 SHORTEST = 128  # tokens that a short prompt is padded to; longer ones to twice that, four times, ...
@@ -122,6 +123,6 @@ def _read(graphdef, params, prompt, length, capacity: int):
 def _advance(graphdef, params, blocks, logits, cache, position, key, decoding: Decoding):
     """Samples a token of a response and decodes it: (token i32[1], logits f32[1, V] of the next one, the cache)."""
     model = nnx.merge(graphdef, params)
-    token, _ = sample_token(logits, key[None], decoding)
+    token, _ = sample_token(restrict(logits, None, model.c.unwritten), key[None], decoding)
     hidden, cache = model.decode(token, position, cache, blocks)
     return token, model.logits(hidden), cache

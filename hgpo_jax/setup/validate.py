@@ -31,6 +31,9 @@ from hgpo_jax.utils.errors import ConfigError
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
 COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gbpo", "gdpo", "grpo", "hapo", "hbpo", "reinforce_pp_baseline", "rloo")
 
+# Options that only some estimators have. gamma is not among them: the metrics have a return, too.
+READ_BY_SOME = ("normalize", "alpha", "history_length", "lam", "signal_weights")
+
 # Losses whose clips are far narrower than an update moves the ratio, and the correction that begins it at 1 again.
 NARROW = {"gspo": "sequence", "kpo": "token"}
 
@@ -330,6 +333,10 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
         ),
         "env.compiled": (env and env.compiled and env.text, f"env.name={config.env.name} has no such choice; leave it out"),
     }
+    if method:
+        reads = parameters(method.estimator)[1]
+        why = f"method={config.method} does not read it; leave it out"
+        conditions |= {f"advantage.{name}": (name in reads, why) for name in READ_BY_SOME}
     for override in overrides:
         name = override.partition("=")[0]
         for begin, (applies, why) in conditions.items():

@@ -169,14 +169,14 @@ def dvao(data, signals, signal_weights=(), statistics="per_step", invalid_penalt
 
 
 def adora(
-    data, success, lengths, length_limit=3900, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
+    data, success, lengths, length_limit=None, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
 ):
     tokens = [sum(int(x) for x in row[:n]) for row, n in zip(lengths, data.length, strict=True)]
     result = grpo(data, statistics, normalize, invalid_penalty)
     for b, t in data.all:
         group = [i for i, n in enumerate(data.length) if n and data.groups[i] == data.groups[b]]
         won = [tokens[i] for i in group if success[i]]
-        lost = [tokens[i] for i in group if not success[i] and tokens[i] < length_limit]
+        lost = [tokens[i] for i in group if not success[i] and (length_limit is None or tokens[i] < length_limit)]
         longer = won and (not lost or max(won) > sum(lost) / len(lost))
         result[b, t] *= 1.0 if longer else 0.1
     return result

@@ -40,6 +40,10 @@ def test_overrides_win_over_the_file_and_take_yaml_values(tmp_path):
     assert config.env.tasks == ("place", "heat")
     assert config.log.tensorboard is False
     assert config.mesh == "data=2,fsdp=4"
+    file.write_text("env: # all of it is commented out\nroles:\nadvantage: {normalize: mean, lam: 0.9}\n")
+    config = load(str(file), ["env.places=8", "advantage.normalize=null", "advantage.lam=~", "seed=010", "iterations=1e2"])
+    assert (config.env.places, config.advantage.normalize, config.advantage.lam) == (8, None, None)
+    assert (config.seed, config.iterations) == (10, 100)  # YAML 1.1 has 8 and a text
 
 
 @pytest.mark.parametrize(
@@ -99,6 +103,8 @@ def test_help_names_every_field_with_default_and_meaning():
         ("learner.lr=.inf", r"learner\.lr=.*finite"),
         ("method=hpgo", r"method='hpgo': .*did you mean pgpo or hgpo or hbpo\?"),
         ("env.tasks=plase", r"env\.tasks='plase': .*did you mean place\?"),
+        ("iterations=1:30", r"iterations='1:30': must be a valid integer"),
+        ("lora.targets=[]", r"lora\.targets=\[\]: "),
         ("iterations=1.5", r"iterations=1\.5: must be a valid integer"),
         ("seed=-1", r"seed=-1: must be greater than or equal to 0"),
         ("name=../x", r"name='\.\./x': "),
@@ -185,6 +191,9 @@ UNREAD = [
     (["rollout.ready_fraction=0.5"], ["env.name=household_text", "env.workers=2"], "env.name=household, compiled, steps all"),
     (["env.generated=9", "env.name=alfworld"], ["env.split=generated"], "is read with env.split=generated alone"),
     (["env.passages=99", "env.name=search", "env.data=x"], ["env.data="], "is the size of the generated world"),
+    (["advantage.lam=0.9"], ["method=ppo"], "method=hgpo does not read it"),
+    (["advantage.normalize=mean", "method=rloo"], ["method=dapo"], "method=rloo does not read it"),
+    (["advantage.signal_weights=1"], ["method=gdpo"], "method=hgpo does not read it"),
     (["rollout.stop=x"], ["env.name=alfworld", "policy=Qwen2.5-0.5B"], "env.name=household, compiled, is not told as text"),
 ]
 

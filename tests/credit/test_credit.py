@@ -209,7 +209,7 @@ def test_the_checkpoint_nearest_to_a_level_is_taken(run):
         make.nearest(run, 0.2)
 
 
-SIZES = {"groups": 4, "batches": 4, "continuations": 100, "directions": 8}
+SIZES = {"groups": 4, "batches": 4, "continuations": 100, "directions": 0}
 
 
 def run_with(folder, *fields):
@@ -231,6 +231,8 @@ def test_a_snapshot_is_kept_if_it_is_the_one_asked_for(taken, capsys):
     run, file = taken
     make.make(run, file, "household", 0.5, **SIZES)
     assert "is there" in capsys.readouterr().out
+    with refused("--directions 8: its gradients have 0; give that, or another DIR", ConfigError):
+        make.make(run, file, "household", 0.5, **SIZES | {"directions": 8})
     longer = run_with(run.parent / "longer", "iterations=99", "log.tensorboard=false", "run_dir=x", "name=b", "env.workers=3")
     make.make(longer, file, "household", 0.5, **SIZES)
     for name, field in {"batches": "batches", "groups": "prompt_groups", "continuations": "continuations"}.items():
