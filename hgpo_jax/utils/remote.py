@@ -112,13 +112,14 @@ def _open(url: str) -> tuple:
 
 @phase("copying the run from the bucket")
 def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> None:
-    here = _files(folder)
-    for name in here.keys() - there["files"].keys():
+    here, state = _files(folder), _state(folder)
+    for name in (here.keys() & state["files"].keys()) - there["files"].keys():  # others are of this machine, not sent yet
         (folder / name).unlink()
         with contextlib.suppress(OSError):  # it holds more; Orbax would take an empty folder for a checkpoint
             os.removedirs((folder / name).parent)
     files = {name: about for name, about in there["files"].items() if checkpoints or not name.startswith("checkpoints/")}
     new = [name for name, about in files.items() if here.get(name) != about]
+    _write_state(folder, there | {"files": state["files"] | files})  # so that a download that breaks off leaves nothing strange
     fs.get([f"{root}/{name}" for name in new], [str(folder / name) for name in new])
     for name in new:
         os.utime(folder / name, ns=(files[name][1], files[name][1]))
@@ -134,12 +135,15 @@ def _upload(folder: Path, claim: str = "") -> None:
         raise ConfigError(f"{state['url']}: another process writes this run by now; what this one has is in {folder}")
     if claim and not there["writer"]:  # else a process that dies while it copies would leave files of no run
         fs.pipe_file(f"{root}/{MANIFEST}", json.dumps({"writer": claim, "files": {}}).encode())
-    new = [name for name, about in here.items() if there["files"].get(name) != about]
+    # A command that only reads sends what it has written, not its copies of what the writer may have renewed by now.
+    changed = here if claim or state["writer"] else {n: about for n, about in here.items() if state["files"].get(n) != about}
+    new = [name for name, about in changed.items() if there["files"].get(name) != about]
     old = (state["files"].keys() - here.keys()) & there["files"].keys()  # other commands may have added more
     fs.put([str(folder / name) for name in new], [f"{root}/{name}" for name in new])
-    files = {name: about for name, about in there["files"].items() if name not in old} | here
+    files = {name: about for name, about in there["files"].items() if name not in old} | changed
     fs.pipe_file(f"{root}/{MANIFEST}", json.dumps({"writer": claim or there["writer"], "files": files}).encode())
-    _write_state(folder, state | {"writer": claim or state["writer"], "files": here})
+    kept = {name: about for name, about in state["files"].items() if name in here}
+    _write_state(folder, state | {"writer": claim or state["writer"], "files": kept | changed})
     for name in old:
         fs.rm_file(f"{root}/{name}")
 

@@ -188,6 +188,27 @@ def test_what_commands_read_and_write(url, run, tmp_path, monkeypatch):
     assert remote.shown(tmp_path) == str(tmp_path)
 
 
+def test_who_only_reads_sends_nothing_but_its_own(url, run, tmp_path, monkeypatch):
+    place = remote.fetch(url, str(tmp_path / "reader"), checkpoints=False)
+    written(place, {"evaluations/held_out.json": "{}"})
+    checkpointed(run)
+    remote.send(run)  # what the reader has is old by now
+    remote.send(place / "evaluations")
+    assert in_bucket(url) == texts(run) | {"evaluations/held_out.json": "{}"}
+    (place / "evaluations/held_out.json").unlink()
+    remote.send(place)
+    assert in_bucket(url) == texts(run)
+
+
+def test_what_could_not_be_sent_is_still_there(url, run, tmp_path, monkeypatch):
+    place = remote.fetch(url, str(tmp_path / "reader"), checkpoints=False)
+    written(place, {"evaluations/passes/0.npz": "half of it"})
+    checkpointed(run)
+    remote.send(run)
+    assert remote.fetch(url, str(tmp_path / "reader")) == place
+    assert texts(place) == texts(run) | {"evaluations/passes/0.npz": "half of it"}
+
+
 def test_where_a_run_is_found(url, run, tmp_path):
     cache = str(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"run_dir={url}: already holds a run; give --resume {url} or"):
