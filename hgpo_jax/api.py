@@ -42,7 +42,7 @@ from hgpo_jax.setup.devices import prepare_devices
 from hgpo_jax.trainer import main
 from hgpo_jax.trainer.metrics import read_metrics
 from hgpo_jax.trainer.provenance import outside_code
-from hgpo_jax.utils import progress
+from hgpo_jax.utils import progress, remote
 from hgpo_jax.utils.errors import ConfigError, RunError, excerpt
 
 if TYPE_CHECKING:
@@ -154,6 +154,7 @@ def fit(
 
 def load_run(folder: str | Path) -> Run:
     """Opens the run in a folder. Raises ConfigError if there is none."""
+    folder = remote.local(str(folder))
     read_config(folder)
     return Run(Path(folder).absolute())
 
@@ -171,10 +172,9 @@ def evaluate_policy(
 
     Raises ConfigError.
     """
-    folder = str(policy.folder if isinstance(policy, Run) else policy)
+    folder = remote.local(str(policy.folder if isinstance(policy, Run) else policy))
     if config is None:
-        if not cli.is_run(folder):
-            raise ConfigError(f"{folder}: not the folder of a run that has ended; give a configuration, too")
+        cli.check_ended(folder, "a configuration, too")
         config = read_config(folder)
     changes = _tree(fields)
     for name in ("warm_start", "policy.source", "lora.rank"):

@@ -23,6 +23,7 @@ from hgpo_jax.advantages import Estimate
 from hgpo_jax.analysis import Dump, diagnostics, group_ids, load, read_config, step_value, step_weights
 from hgpo_jax.config import Config, cli
 from hgpo_jax.rollout.episodes import dumped
+from hgpo_jax.rollout.result import outcome_of
 from hgpo_jax.trainer.curves import AGENTS, GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
@@ -111,7 +112,7 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
     rows = [b for b in np.flatnonzero(e.groups == group).tolist() if e.mask[b].any()]
     happened = {b: dump.turns(b) for b in rows}
     cut = lambda values: [numbers(values[b, : happened[b]]) for b in rows]  # noqa: E731
-    scores = (dump.report or {}).get("scores")
+    scores: Any = (dump.report or {}).get("scores")
     readable = dump.compiled or dump.tokenizer is not None  # otherwise the page leaves out the prompts
     episodes = []
     for b in rows:
@@ -127,8 +128,9 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
             }
             for t in range(happened[b])
         ]
-        note = f"The environment's own score: {scores[b]:.3g}" if scores and scores[b] not in (0, 1) else ""
-        episodes.append({"index": b, "success": bool(e.success[b]), "note": note, "turns": turns})
+        tells = scores is not None and scores[b] not in (0, 1) and not np.isnan(scores[b])
+        note = f"The environment's own score: {scores[b]:.3g}" if tells else ""
+        episodes.append({"index": b, "outcome": outcome_of(e, b), "note": note, "turns": turns})
     estimators, ids = {}, []
     for name, record in records.items():
         estimators[name] = {"advantages": cut(record.advantages), "levels": list(record.levels)}
@@ -245,6 +247,8 @@ def gather(folders: list[Path], dumps: int, groups: int) -> dict:
             dump = load(folder, iterations[i])
             try:
                 all_dumps.append(dump_data(dump, groups, lines))
+            except ConfigError:  # as of an estimator whose file is not there
+                raise
             except (ValueError, IndexError, OverflowError) as error:
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"{folder}: the dump of iteration {iterations[i]} is damaged: {reason}; remove it") from None

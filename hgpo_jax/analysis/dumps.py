@@ -19,7 +19,7 @@ from hgpo_jax.config.policies import config_of, policy_of_each
 from hgpo_jax.learner import methods
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import BLANK, END, PAD
-from hgpo_jax.rollout.backend import role_names
+from hgpo_jax.rollout.backend import backend, role_names
 from hgpo_jax.rollout.episodes import Episodes, dumped
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import branch_mark, outcome_of
@@ -104,10 +104,15 @@ class Dump:
 
     # -- texts --------------------------------------------------------------------------------------------------
 
-    @property
+    @functools.cached_property
     def compiled(self) -> bool:
         """Whether observations are word ids, as in compiled rollouts, or one number that stands for a text."""
-        return self.episodes.observations.shape[-1] > 1
+        if self.episodes.observations.shape[-1] > 1 or self.report:
+            return self.episodes.observations.shape[-1] > 1
+        try:
+            return backend(self.config) == "compiled"
+        except Exception:  # a user's environment may need packages that this machine lacks
+            return False
 
     def turns(self, episode: int) -> int:
         """Returns the number of turns that happened."""

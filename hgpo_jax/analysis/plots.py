@@ -64,7 +64,7 @@ def plot_group(dump: Dump, records: dict[str, Estimate], group: int) -> Figure:
         if len(dump.roles) > 1:
             for y, x in np.argwhere(steps).tolist():
                 axis.text(x - 0.42, y, str(e.agents[rows[y], x]), fontsize=5, ha="left", va="center", alpha=0.7)
-        names = [f"{b} {'*' if e.success[b] else ' '}" for b in rows]
+        names = [f"{b} {'*' if e.success[b] else ' ' if e.judged[b] else '?'}" for b in rows]
         axis.set_yticks(range(len(rows)), names, fontsize=8, family="monospace")
         axis.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
         axis.set_xlabel("turn", fontsize=9)
@@ -185,11 +185,15 @@ def plot_sizes(sizes: dict[str, dict[int, int]]) -> Figure:
     """Plots the share of steps by group size, one panel per level. sizes: name -> (group size -> number of groups)."""
     figure, [axes] = panels([len(sizes)], 2.9, 2.3, sharey=True)
     for axis, (name, counts) in zip(axes, sizes.items(), strict=True):
+        axis.set_title(f"{name}: no steps")
+        if not counts:  # as at a level that is deeper than the episodes
+            continue
         steps = np.array([[n, n * c] for n, c in counts.items()])
         share = steps[:, 1] / steps[:, 1].sum()
-        axis.hist(np.log2(steps[:, 0]), bins=np.arange(-0.25, 12, 0.5).tolist(), weights=share)
+        largest = np.log2(steps[:, 0].max())
+        axis.hist(np.log2(steps[:, 0]), bins=np.arange(-0.25, max(largest, 11) + 1, 0.5).tolist(), weights=share)
         axis.set_xticks(range(0, 11, 2), [2**n for n in range(0, 11, 2)])
-        axis.set_xlim(-0.5, max(np.log2(steps[:, 0].max()), 3) + 0.5)
+        axis.set_xlim(-0.5, max(largest, 3) + 0.5)
         axis.set_xlabel("group size")
         axis.set_title(f"{name}: {share[steps[:, 0] == 1].sum():.0%} alone")
     return figure

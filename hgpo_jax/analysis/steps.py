@@ -130,11 +130,13 @@ def step_text(dump: Dump, record: Estimate, episode: int, turn: int, shown: int 
 def steps_table(dump: Dump, record: Estimate) -> dict[str, np.ndarray]:
     """Returns one row per step that happened: its place, its numbers, and for each level group size, advantage and weight.
 
-    The place of an agent's step is also its branch, and the turn from which it goes on (`parent`), -1 if it begins anew.
+    success means something where the episode is `judged`. The place of an agent's step is also its branch, and the turn from
+    which it goes on (`parent`), -1 if it begins anew.
     """
     e = dump.episodes
     rows, turns = np.nonzero(e.mask)
-    places = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows], "success": e.success[rows]}
+    places = {"episode": rows, "turn": turns, "group": e.groups[rows], "task": e.task[rows]}
+    places |= {"success": e.success[rows], "judged": e.judged[rows]}
     fields: dict[str, jax.Array] = {"state": e.states, "role": e.agents, "invalid": e.invalid, "reward": e.rewards}
     fields |= {"return": record.returns, "advantage": record.advantages}
     for column, level in enumerate(record.levels):

@@ -91,7 +91,8 @@ def prompt_measure(config: Config, about: Environment) -> tuple[text.Measure, st
         return [len(prompt.ids) for prompt in prompts], sum(bool(p.pairs_dropped or p.tokens_cut) for p in prompts)
 
     def characters(inputs):
-        lengths = [len(messages.render(each)) for each in inputs]
+        answers = [sum(len(past.action) for past in each.chat) if messages.chats else 0 for each in inputs]
+        lengths = [sum(map(len, messages.messages(each))) + said for each, said in zip(inputs, answers, strict=True)]
         return lengths, sum(length > rollout.prompt_limit * MAX_CHARACTERS_PER_TOKEN for length in lengths)
 
     return (tokens, "tokens") if source else (characters, "characters")

@@ -74,6 +74,21 @@ def is_run(folder: str) -> bool:
     return Path(folder, "config.yaml").is_file() and Path(folder, "policy").is_dir()
 
 
+def check_ended(folder: str, otherwise: str) -> None:
+    """Raises ConfigError unless this is the folder of a run that has ended. otherwise: what another policy needs."""
+    if is_run(folder):
+        return
+    if Path(folder, "config.yaml").is_file():
+        raise errors.ConfigError(
+            f"{folder}: this run has not ended; continue it with python -m hgpo_jax.train --resume {folder}, or end it at "
+            "its last checkpoint N with --resume RUN iterations=N"
+        )
+    raise errors.ConfigError(
+        f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/ (for a Hugging Face policy, "
+        f"exported or not, give {otherwise})"
+    )
+
+
 def policies_of(run: Path) -> list[Path]:
     """Lists the policy folders of a multi-policy run, each named by its roles."""
     return sorted(file.parent for file in run.glob("policy/*/config.json"))
@@ -85,16 +100,8 @@ def trained_policy(args) -> tuple[str, list[str]]:
     Raises ConfigError.
     """
     run = is_run(args.run)
-    if not run and args.config is None and Path(args.run, "config.yaml").is_file():
-        raise errors.ConfigError(
-            f"{args.run}: this run has not ended; continue it with python -m hgpo_jax.train --resume {args.run}, or end it at "
-            "its last checkpoint N with --resume RUN iterations=N"
-        )
-    if not run and args.config is None:
-        raise errors.ConfigError(
-            f"{args.run}: not the folder of a run that has ended; it needs config.yaml and policy/ (for a Hugging Face policy, "
-            "exported or not, give --config, as in --config household or --config RUN/config.yaml)"
-        )
+    if args.config is None:
+        check_ended(args.run, "--config, as in --config household or --config RUN/config.yaml")
     if run and args.config is not None:
         raise errors.ConfigError(
             f"--config {args.config}: the run in {args.run} has its own config.yaml; change fields as field=value"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Sequence
@@ -62,7 +63,10 @@ def file_name(
     split: str, temperature: float, episodes: int, seeds: list[int] | tuple[int, ...] = (), samples: int | None = None
 ) -> str:
     """Names the file of an evaluation, with or without seeds or samples; another number of episodes is another evaluation."""
-    under = f"-s{'-'.join(map(str, seeds))}" if seeds else f"-samples{samples}" if samples else ""
+    listed = "-".join(map(str, seeds))
+    if len(listed) > 100:  # characters; file names have 255
+        listed = f"{seeds[0]}-to-{seeds[-1]}-{len(seeds)}of-{hashlib.sha256(listed.encode()).hexdigest()[:8]}"
+    under = f"-s{listed}" if seeds else f"-samples{samples}" if samples else ""
     return f"{split}-t{temperature:g}-n{episodes}{under}.json"
 
 

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,6 +150,17 @@ class Template:
         """Renders a user message of a chat that follows another one."""
         return self.later.substitute(self._slots(prompt_input, []))
 
+    def messages(self, prompt_input: PromptInput) -> Iterator[str]:
+        """Yields the user messages of a prompt, those of a chat's earlier turns first."""
+        if not self.chats:
+            yield self.render(prompt_input)
+            return
+        turns = [*prompt_input.chat, PastTurn(prompt_input.observation, prompt_input.commands, "")]
+        first = prompt_input.turn - len(prompt_input.chat)
+        for turn, past in enumerate(turns, first):
+            view = prompt_input._replace(turn=turn, observation=past.observation, commands=past.commands)
+            yield self.render(view) if turn == first else self.render_next(view)
+
     @staticmethod
     def _slots(prompt_input: PromptInput, entries: list[str]) -> dict[str, object]:
         """Returns the values of a message's slots."""
@@ -267,14 +278,11 @@ class ChatFormat:
         An answer stays text if it holds special tokens, or if the chat template hides its thought.
         """
         messages, sampled, chat = list[dict[str, str]](), dict[int, list[int]](), prompt_input.chat
-        now = PastTurn(prompt_input.observation, prompt_input.commands, "")
-        for turn, past in enumerate([*chat, now], prompt_input.turn - len(chat)):
-            view = prompt_input._replace(turn=turn, observation=past.observation, commands=past.commands)
-            text = self.template.render_next(view) if messages else self.template.render(view)
+        for text, past in zip(self.template.messages(prompt_input), [*chat, None], strict=True):
             if len(text) > limit * MAX_CHARACTERS_PER_TOKEN:
                 return []
             messages.append({"role": "user", "content": text})
-            if past is not now:
+            if past:
                 ids = list(map(int, past.response)) or self.answers([past.action])[0]
                 ids = ids[:-1] if ids[-1] in self.end_tokens else ids
                 answer = self._begin + self.frame.text.decode(ids)

@@ -5,7 +5,8 @@ const at = { run: data.runs.findIndex((run) => run.dumps.length), dump: 0, group
 const dumpNow = () => data.runs[at.run].dumps[at.dump];
 const groupNow = () => dumpNow().groups[at.group];
 const stepNow = () => groupNow().episodes[at.episode].turns[at.turn];
-const KINDS = { all: () => true, failures: (episode) => !episode.success, successes: (episode) => episode.success };
+const KINDS = { all: () => true, failures: ({ outcome }) => outcome === "failure", successes: ({ outcome }) => outcome === "success" };
+const MARKS = { success: "✓", failure: "✗", unknown: "?" };
 const shownEpisodes = () => groupNow().episodes.map((_, b) => b).filter((b) => KINDS[at.only](groupNow().episodes[b]));
 const advantage = (b, t, name = at.estimator) => groupNow().estimators[name].advantages[b][t];
 // An estimator without step groups is explained by HGPO's.
@@ -78,7 +79,7 @@ function controls() {
   place.replaceChildren(
     ...(runs.length > 1 ? [options("run", "run", runs, at.run)] : []),
     options("dump", "iteration", run.dumps.map((d, i) => [i, d.iteration]), at.dump),
-    options("group", "task", dumpNow().groups.map((g, i) => [i, `${g.goal || "task " + g.group} (${g.episodes.filter((e) => e.success).length} of ${g.episodes.length} succeed)`]), at.group),
+    options("group", "task", dumpNow().groups.map((g, i) => [i, `${g.goal || "task " + g.group} (${g.episodes.filter(KINDS.successes).length} of ${g.episodes.length} succeed)`]), at.group),
     options("only", "episodes", Object.entries(KINDS).map(([kind, is]) => [kind, `${kind} (${groupNow().episodes.filter(is).length})`]), at.only),
     options("estimator", "coloured by advantage under", Object.keys(groupNow().estimators).map((n) => [n, n === dumpNow().own ? `${n} (trained with)` : n]), at.estimator));
 }
@@ -96,7 +97,7 @@ function map() {
   const body = make("tbody");
   for (const b of rows) {
     const episode = group.episodes[b];
-    const row = make("tr", { class: b === at.episode ? "now" : "" }, make("th", { scope: "row" }, `${episode.success ? "✓" : "✗"} `, make("span", { class: "wide" }, "episode "), String(b)));
+    const row = make("tr", { class: b === at.episode ? "now" : "" }, make("th", { scope: "row" }, `${MARKS[episode.outcome]} `, make("span", { class: "wide" }, "episode "), String(b)));
     episode.turns.forEach((turn, t) => {
       const here = b === at.episode && t === at.turn, value = advantage(b, t);
       const cell = make("td", {
@@ -144,7 +145,7 @@ function turns() {
   });
   byId("turns").replaceChildren(
     make("h3", {}, `Episode ${at.episode}: ${groupNow().goal || "task " + groupNow().group}`,
-      make("span", { class: `tag ${episode.success ? "good" : ""}` }, episode.success ? "success" : "failure")),
+      make("span", { class: `tag ${episode.outcome === "success" ? "good" : ""}` }, episode.outcome)),
     ...(episode.note ? [make("p", { class: "note" }, episode.note)] : []), list);
   const now = list.children[at.turn];
   list.scrollTop = now.offsetTop - list.offsetTop - list.clientHeight / 2 + now.clientHeight / 2;
@@ -187,7 +188,7 @@ function step() {
       const other = group.episodes[m.b], self = m === own;
       list.append(make("tr", { class: self ? "self" : "" },
         make("td", {}, make("button", { type: "button", onclick: () => go(m.b, m.t, "step") }, scores ? `episode ${m.b}` : `${m.b}, turn ${m.t}`)),
-        make("td", { class: "mono" }, scores ? `${other.turns.length} turns, ${other.success ? "success" : "failure"}` : text(other.turns[m.t].response)),
+        make("td", { class: "mono" }, scores ? `${other.turns.length} turns, ${other.outcome}` : text(other.turns[m.t].response)),
         make("td", { class: "n" }, show(m.value)), make("td", { class: "n" }, valueOf(m.advantage)), make("td", {}, pull(m.advantage, largest))));
     }
     const past = at.level < 0 || detail.milestones ? [] : episode.turns.slice(Math.max(0, at.turn - at.level), at.turn + 1);

@@ -80,9 +80,9 @@ class Recorder:
 
     def _save(self, name: str, episodes: Episodes, report=None) -> None:
         path = self._folder / "episodes" / name
-        jax.device_get(episodes).save(path.with_suffix(".npz"))
-        if report is not None:
+        if report is not None:  # first: a dump without one is a compiled rollout's
             report.save(path.with_suffix(".json"))
+        jax.device_get(episodes).save(path.with_suffix(".npz"))
 
     def row(self, iteration: int, sums: list[dict], metrics: dict, counts: dict, episodes: Episodes) -> None:
         """Begins to write an iteration's row.

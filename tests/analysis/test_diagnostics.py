@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.advantages import estimate
-from hgpo_jax.analysis import diagnostics
+from hgpo_jax.analysis import diagnostics, plots
 
 # The worked example, with a fourth trajectory that repeats the first one's start: A B A C, A B A D, A A C B A, A B C.
 STATES = np.array([[0, 1, 0, 2, 0], [0, 1, 0, 3, 0], [0, 0, 2, 1, 0], [0, 1, 2, 0, 0]])
@@ -12,6 +12,12 @@ MASK = np.array([[1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 1, 1, 1], [1, 1, 1, 0,
 REWARDS = np.array([[0, 0, 0, 48, 0], [11, 0, 0, 0, 0], [0, 0, 0, 0, 48], [0, 0, 8, 0, 0]], np.float32)
 GROUPS = np.zeros(4, int)
 BATCH = {"rewards": REWARDS, "mask": MASK, "states": STATES, "groups": GROUPS}
+
+
+def test_sizes_are_drawn_whatever_they_are():
+    figure = plots.plot_sizes({"level 0": {1: 4, 4096: 1}, "level 1": {}})
+    shares = [bar.get_height() for bar in figure.axes[0].patches]
+    assert sum(shares) == pytest.approx(1) and figure.axes[1].get_title() == "level 1: no steps"
 
 
 def test_peers_and_group_sizes():

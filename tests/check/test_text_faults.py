@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from hgpo_jax.check import text
-from hgpo_jax.check.__main__ import check, main
+from hgpo_jax.check.__main__ import check, main, prompt_measure
 from hgpo_jax.check.play import GROUP, Play, table, warnings
 from hgpo_jax.config import cli, load
 from hgpo_jax.rollout import requirements
+from hgpo_jax.rollout.chat_prompts import PastTurn, PromptInput
+from hgpo_jax.rollout.environments import environment
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.needs import DATA
 
@@ -224,6 +226,15 @@ def test_prompts_are_counted_in_the_policys_tokens(tmp_path, monkeypatch):
     (fault,) = faults
     assert fault.startswith("rollout.prompt_limit: ") and "longest (tokens)" in described
     assert re.search(r" 3[567]\d ", described)
+
+
+def test_the_prompts_of_a_chat_grow():
+    config = load(None, ["env.name=household_text", "env.template=conversation"])
+    measure, unit = prompt_measure(config, environment(config.env))
+    turns = [PromptInput("Tidy.", [], 0, "A room.", [])]
+    turns.append(PromptInput("Tidy.", [], 1, "A desk.", [], (PastTurn("A room.", [], "go to desk"),)))
+    (first, second), _ = measure(turns)
+    assert unit == "characters" and second > first + len("A desk.go to desk")
 
 
 class Walk:

@@ -1,9 +1,11 @@
 """The HTML report: what it embeds, that texts stay texts, and in headless Chromium that it draws and answers keys."""
 
 import base64
+import dataclasses
 import html.parser
 import io
 import json
+import math
 import re
 import subprocess
 
@@ -19,7 +21,9 @@ from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.trainer import curves
 from hgpo_jax.utils import figures
+from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.inspected import EXAMPLE, text_run
+from tests.helpers.refusals import refused
 
 ESTIMATORS = ("hgpo", "gigpo", "grpo", "eb_gae")  # one of each kind: tracing all of them takes most of the time
 NASTY = [
@@ -130,6 +134,25 @@ def test_pictures_are_embedded_once():
         start, _, data = address.partition(",")
         assert start == "data:image/png;base64"
         np.testing.assert_array_equal(np.asarray(Image.open(io.BytesIO(base64.b64decode(data)))), picture)
+
+
+def test_unknown_success_is_shown_as_unknown(monkeypatch):
+    dump = analysis.load(EXAMPLE)
+    dump = dataclasses.replace(dump, episodes=dump.episodes.replace(judged=np.zeros(len(dump.episodes.mask), bool)))
+    scored = dataclasses.replace(dump, report={"scores": [math.nan] * len(dump.episodes.mask)})
+    monkeypatch.setattr(analysis.Dump, "action", lambda *_: "look")
+    group = report.group_data(scored, 0, {}, report.Lines())
+    assert {(episode["outcome"], episode["note"]) for episode in group["episodes"]} == {("unknown", "")}
+    assert not analysis.steps_table(dump, dump.estimate())["judged"].any()
+
+
+def test_an_estimator_that_is_gone_is_no_damaged_dump(monkeypatch):
+    def gone(*_):
+        raise ConfigError("method=./x.py:f: no file x.py")
+
+    monkeypatch.setattr(report, "dump_data", gone)
+    with refused("method=./x.py:f: no file x.py", ConfigError):
+        report.gather([EXAMPLE], dumps=1, groups=1)
 
 
 def test_groups_with_mixed_outcomes_are_chosen():
