@@ -20,8 +20,8 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_args, get_origin, get_type_hints
+from types import ModuleType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pydantic
 import yaml
@@ -136,6 +136,8 @@ def _executed(file: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None  # the name ends with .py
     module = importlib.util.module_from_spec(spec)
     _READ[str(file)] = file, _digest(file)
+    if (neighbours := str(file.absolute().parent)) not in sys.path:  # as when the file is run; last, so that it hides nothing
+        sys.path.append(neighbours)
     sys.modules[name] = module  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
@@ -203,9 +205,11 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
         with contextlib.suppress(yaml.YAMLError):
             return yaml.safe_load(value)
     kinds = {annotation, *get_args(annotation)}
+    optional = get_origin(annotation) in (Union, UnionType)
     if value == "none" and type(None) in kinds:  # as in a configuration
         return None
-    sequence = get_origin(annotation) in (tuple, list) or annotation in (tuple, list)
+    choices = kinds if optional else {annotation}
+    sequence = any((get_origin(kind) or kind) in (tuple, list) for kind in choices) and str not in choices
     parts = value.split(",") if sequence and isinstance(value, str) else [value] if sequence and _single(value) else value
     try:
         if isinstance(value, bool) and not kinds & {bool, Any, object}:

@@ -42,6 +42,8 @@ def main() -> None:
         raise ConfigError(f"{command[0]}: no such command; {nearest(command[0], list(COMMANDS))}")
     else:
         del sys.argv[1:2]
+        if "" not in sys.path and os.getcwd() not in sys.path:  # where `python -m` finds a user's modules, too
+            sys.path.insert(0, os.getcwd())
         runpy.run_module(COMMANDS[command[0]][0], run_name="__main__", alter_sys=True)
 
 

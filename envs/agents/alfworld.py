@@ -12,7 +12,7 @@ import sys
 from openai import OpenAI
 
 from hgpo_jax.envs.alfworld import load_game
-from hgpo_jax.envs.alfworld.dataset import list_games
+from hgpo_jax.envs.alfworld.dataset import game_from
 
 QUESTION = """You play a text game of household chores. {task}
 
@@ -23,8 +23,7 @@ Answer with one of these commands and nothing else."""
 
 client = OpenAI()  # reads OPENAI_BASE_URL and OPENAI_API_KEY
 split = (sys.argv[1:] or ["train"])[0] if os.environ["HGPO_SPLIT"] == "train" else "valid_seen"
-games = list_games(split)
-game = load_game(games[int(os.environ["HGPO_TASK"]) % len(games)].path)
+game = load_game(game_from(int(os.environ["HGPO_TASK"]), split).path)  # a list of all games would take seconds
 observation, commands = game.reset()
 past: list[tuple[str, str]] = []
 won, turns = False, int(os.environ["HGPO_TURNS"])

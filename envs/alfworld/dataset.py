@@ -87,18 +87,38 @@ def list_games(split: str, data: str | os.PathLike | None = None, task_types: Co
     if unknown or not task_types:
         raise ValueError(f"unknown or missing task types {unknown}; choose from {', '.join(TASK_TYPES)}")
     folder = split_folder(split, data)
-    games = []
-    for root, _, files in os.walk(folder):
-        trial = Path(root).relative_to(folder).as_posix()
-        if "traj_data.json" not in files or GAME_FILE not in files or "movable" in trial or "Sliced" in trial:
-            continue
-        path = Path(root) / GAME_FILE
-        task_type = _load(Path(root) / "traj_data.json").get("task_type", "")
-        if task_type in task_types and _load(path).get("solvable") is True:
-            games.append(GameFile(path, split, task_type, trial))
+    games = [game for trial in _trials(folder) if (game := _game(folder, trial, split, task_types))]
     if not games:
         raise ValueError(f"{folder}: no solvable game of {', '.join(task_types)}; is the download complete?")
-    return sorted(games, key=lambda game: game.trial)
+    return games
+
+
+def game_from(number: int, split: str, data: str | os.PathLike | None = None) -> GameFile:
+    """Returns the first solvable game from a trial on, counted round; reads the files of no more trials than it must.
+
+    Raises ValueError as `list_games` does.
+    """
+    folder = split_folder(split, data)
+    trials = _trials(folder)
+    for step in range(len(trials)):
+        if game := _game(folder, trials[(number + step) % len(trials)], split, TASK_TYPES):
+            return game
+    raise ValueError(f"{folder}: no solvable game; is the download complete?")
+
+
+def _trials(folder: Path) -> list[str]:
+    """Lists the trials of a split that ALFWorld keeps by their names, sorted."""
+    walked = ((Path(root).relative_to(folder).as_posix(), files) for root, _, files in os.walk(folder))
+    complete = (trial for trial, files in walked if "traj_data.json" in files and GAME_FILE in files)
+    return sorted(trial for trial in complete if "movable" not in trial and "Sliced" not in trial)
+
+
+def _game(folder: Path, trial: str, split: str, task_types: Collection[str]) -> GameFile | None:
+    """Returns the game of a trial; None if it is of another type or not solvable."""
+    task_type = _load(folder / trial / "traj_data.json").get("task_type", "")
+    path = folder / trial / GAME_FILE
+    solvable = task_type in task_types and _load(path).get("solvable") is True
+    return GameFile(path, split, task_type, trial) if solvable else None
 
 
 def _load(path: Path) -> dict:

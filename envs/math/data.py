@@ -83,7 +83,7 @@ def _answer(record: dict[str, Any]) -> str:
     for text in filter(None, map(_text, values)):
         _, mark, last = text.rpartition("####")
         if mark:
-            return last.strip() if answers.number(last) is not None else ""
+            return last.strip() if "\n" not in last.strip() else ""
         if answer := answers.boxed(text) or (text if "\n" not in text else ""):
             return answer
     solution = _text(record.get("solution"))

@@ -94,17 +94,18 @@ def find_action(text: str, fallback: int, opened: str = "", *, lower_case: bool 
     """Returns the action of an answer, and whether the answer is well formed, by verl-agent's rules.
 
     The action is the text between the first <action> and the first </action>, in capitals or not; without both tags it is the
-    last `fallback` characters. A well-formed answer also has <think> and </think>, which `opened` may hold, and no Chinese
-    character. Whether the action is admissible is not checked here.
+    last `fallback` characters. A well-formed answer also has <think> and </think>, which `opened` may hold. Whether the action
+    is admissible is not checked here.
 
-    lower_case: whether the action loses its capitals, as verl-agent's do.
+    lower_case: whether the action loses its capitals, and an answer with a Chinese character is malformed, as verl-agent's.
     """
     answer = text.lower() if lower_case else text
     begin, end = _ACTION.search(answer), _ACTION_END.search(answer)
     if not (begin and end):
         return answer[-fallback:], False
     action = answer[begin.end() : end.start()].strip()
-    return action, all(tag in opened + text for tag in (THINK, THINK_END)) and not _CHINESE.search(text)
+    tagged = all(tag in opened + text for tag in (THINK, THINK_END))
+    return action, tagged and not (lower_case and _CHINESE.search(text))
 
 
 class TextStream:

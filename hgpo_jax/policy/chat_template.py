@@ -273,9 +273,9 @@ class ChatFrame:
         parameters = {"type": "object", "properties": {_MARK: described}, "required": [_MARK]}
         tool = {"type": "function", "function": {"name": _MARK, "description": _MARK, "parameters": parameters}}
         call = {"type": "function", "function": {"name": _MARK, "arguments": {_MARK: _MARK}}}
-        messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        answer = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            shown = self._render(messages, [tool])
+            shown = self._render([{"role": "user", "content": "Hello"}, answer], [tool])
         except ValueError:
             return frozenset(pairs)
         return frozenset(pair for pair in pairs if f"{pair[0]}{_MARK}{pair[1]}" in shown)

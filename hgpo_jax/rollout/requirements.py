@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import numbers
 import signal
 import threading
@@ -182,6 +183,8 @@ def check_text(env, time_limit: float | None = None) -> None:
     """
     name = type(env).__name__
     _refuse(member_faults(env, TextEnv))
+    waiting = [member for member in ("reset", "step") if inspect.iscoroutinefunction(getattr(env, member))]
+    _refuse(f"{name}: {member} is async; write it without, as with asyncio.run(...) inside" for member in waiting)
     with deadline(f"{name}: reset(0)", time_limit):
         try:
             _, commands = env.reset(0)

@@ -25,7 +25,7 @@ GROUPS = "groups.json"
 
 
 class Recording:
-    """A folder that `inspect.load` and the report read; a context manager that writes the remaining sessions.
+    """A folder that `analysis.load` and the report read; a context manager that writes the remaining sessions.
 
     Sessions of an equal task, or without one with equal first prompts, are a prompt group, with the same number in all dumps of
     the folder. Sessions without a turn are left out.

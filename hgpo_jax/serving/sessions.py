@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import hashlib
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pydantic
@@ -28,7 +29,14 @@ from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.requests import ApiError, Body, parse
 
 MAX_STATE = 10_000  # characters
+State = Annotated[str, pydantic.AfterValidator(lambda text: _shortened(text))]
 SILENT = 3600.0  # seconds after which a session may be dropped if there is no room for others
+
+
+def _shortened(text: str) -> str:
+    """Returns a state of at most MAX_STATE characters; of a longer one, its beginning and its digest."""
+    digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+    return text if len(text) <= MAX_STATE else f"{text[: MAX_STATE - 100]}... (SHA-256 {digest})"
 
 
 class RewardRequest(Body):
@@ -46,7 +54,7 @@ class RewardRequest(Body):
     branch: int | str | None = None
     admissible: bool = True
     success: bool | None = None
-    state: str = pydantic.Field("", max_length=MAX_STATE)
+    state: State = ""
 
     @pydantic.model_validator(mode="after")
     def _at_the_end_only(self):
@@ -71,7 +79,7 @@ class Place(Body):
     session_id: str | None = pydantic.Field(None, pattern=r"^[\w.-]{1,100}$")
     task_id: str | None = pydantic.Field(None, max_length=MAX_STATE)
     branch_id: str | None = pydantic.Field(None, pattern=r"^[\w.-]{1,100}$")
-    state_key: str | None = pydantic.Field(None, max_length=MAX_STATE)
+    state_key: State | None = None
 
 
 def place_of(headers: Mapping[str, str], metadata: Mapping, *, opens: bool) -> Place:
@@ -190,7 +198,7 @@ class Session:
 
         name: that of the request's branch, "" if it names none; requests of other names are not waited for. None: all are.
         """
-        hopeless = self.ended or self.spent or self.overflowed or bool(self.refused)  # a program may ask again for ever
+        hopeless = self._hopeless
         before = [other for other in self._in_line if name is None or other.name in (None, name)]
         self._in_line.append(request := _Waiting(name))
         try:
@@ -199,9 +207,14 @@ class Session:
                 raise ApiError(400, f"session {self.name} has ended: its last reward has been posted")
             yield
         finally:
-            self._heard = self._heard if hopeless else time.monotonic()  # whatever has become of the request
+            # A program may ask again for ever; one whose request has succeeded begins anew.
+            self._heard = self._heard if hopeless and self._hopeless else time.monotonic()
             self._in_line.remove(request)
             request.gone.set()
+
+    @property
+    def _hopeless(self) -> bool:
+        return self.ended or self.spent or self.overflowed or bool(self.refused)
 
     async def _wait(self, requests: list[_Waiting], seconds: float) -> None:
         try:

@@ -188,6 +188,24 @@ def test_a_value_without_a_type_is_read_as_in_a_configuration():
     }  # fmt: skip
 
 
+def test_lists_may_be_optional():
+    def make(names: list[str] | None = None, sizes: tuple[int, ...] | None = None, text: str | list[str] = ""):
+        return names, sizes, text
+
+    given = {"names": "x,y", "sizes": 3, "text": "a,b"}
+    assert user_code.options(make, given) == {"names": ["x", "y"], "sizes": (3,), "text": "a,b"}
+    assert user_code.options(make, {"names": "none"}) == {"names": None}
+
+
+def test_a_file_finds_those_beside_it(here, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (here / "sub").mkdir()
+    (here / "sub" / "beside_it.py").write_text(ESTIMATOR)
+    (here / "sub" / "mine.py").write_text("from beside_it import plain\n")
+    assert method_named("./sub/mine.py:plain").estimator == "./sub/mine.py:plain"
+    assert sys.path[-1] == str(here / "sub")  # it hides no module
+
+
 def test_a_module_and_an_entry_point(here, monkeypatch):
     monkeypatch.syspath_prepend(here)
     (here / "my_rooms.py").write_text(COMPILED + "\n__version__ = '1.2'\n")

@@ -129,6 +129,8 @@ ASKED = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2
     ({"problem": "2?", "answer": "", "solution": "So \\boxed{34}."}, "34"),
     ({"problem": "2?", "solution": "So $\\boxed{\\left\\{ 3 \\right.}$"}, "\\left\\{ 3 \\right."),
     ({"question": "2?", "answer": "1 + 1 = 2\n#### 2", "final_answer": "3"}, "2"),
+    ({"question": "2?", "answer": "A half.\n#### \\frac{1}{2}"}, "\\frac{1}{2}"),
+    ({"question": "2?", "answer": "#### 5 g"}, "5 g"),
 ])  # fmt: skip
 def test_layouts_of_the_hub(line, found, monkeypatch):
     monkeypatch.setattr(data.answers, "has_verifier", lambda: True)  # without math-verify only plain numbers are read
@@ -138,7 +140,7 @@ def test_layouts_of_the_hub(line, found, monkeypatch):
 @pytest.mark.parametrize(("line", "said"), [
     (b"{", "is no JSON; mend"), (b"[", "is no JSON; give one object on each line, no array"),
     (b"\xff", "is no JSON"), (b"[" * 9999, "is no JSON"), (b"3", "is no JSON object"),
-    ({"question": "2?", "answer": "It is\ntwo."}, "has no answer"), ({"question": "2?", "answer": "#### two"}, "has no answer"),
+    ({"question": "2?", "answer": "It is\ntwo."}, "has no answer"), ({"question": "2?", "answer": "#### "}, "has no answer"),
     ({"question": "2?", "answer": "It is two. " * 30}, "its answer has more than 200 characters"),
     ({"problem": "2?", "solution": "two"}, "has no answer"),
     ({"problem": "2?", "answer": "1" * 201}, "its answer has more than 200 characters"),

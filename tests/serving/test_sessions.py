@@ -13,8 +13,8 @@ from hgpo_jax import config as configuration
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.recording import EVERY, Recording
-from hgpo_jax.serving.requests import ApiError
-from hgpo_jax.serving.sessions import SILENT, OpenSessions, Place, RewardRequest, Session, Turn, episodes_of
+from hgpo_jax.serving.requests import ApiError, parse
+from hgpo_jax.serving.sessions import SILENT, OpenSessions, Place, RewardRequest, Session, Turn, episodes_of, place_of
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.serving import RESPONSE, client_of, expected, post, raw, served
@@ -116,10 +116,8 @@ def test_a_stop_string_ends_what_is_recorded(recorded, ended):
         (lambda c: [ask(c), reward(c, reward=1), reward(c, reward=1)], "there is no session 'a', or it has ended"),
         (lambda c: [ask(c) for _ in range(TURNS + 1)], "session a has had its 2 turns"),
         (lambda c: [ask(c), ask(c), *(reward(c, reward=r, turn=t) for r, t in HUGE)], "is too large"),
-        (lambda c: ask(c, metadata={"state_key": "x" * 10_001}), "state_key: String should have at most"),
         (lambda c: ask(c, metadata={"state_key": 5}), "state_key: Input should be a valid string"),
         (lambda c: ask(c, metadata={"task_id": 5}), "task_id: Input should be a valid string"),
-        (lambda c: [ask(c), reward(c, reward=1, state="x" * 10_001)], "state"),
         (lambda c: [ask(c, name) for name in "abcd"], "3 sessions have not ended; post their rewards"),
     ],
 )
@@ -199,6 +197,26 @@ def test_a_request_without_a_task_leaves_that_of_one_which_is_being_answered():
 def recording_config(folder):
     fields = ["env.name=agent", "env.max_turns=5", "warm_start=none", f"policy={folder / 'policy'}"]
     return configuration.load(None, fields)
+
+
+def test_a_state_of_any_length_is_told_from_others():
+    """A terminal's output or a page, which had cost the episode its reward."""
+    texts = ["x" * 10_000, "x" * 10_001, "x" * 10_001 + "y"]
+    posted = [parse(RewardRequest, {"reward": 1, "state": text}).state for text in texts]
+    named = [place_of({}, {"state_key": text}, opens=False).state_key for text in texts]
+    assert posted == named and len(set(posted)) == 3 and posted[0] == texts[0] and max(map(len, posted)) <= 10_000
+
+
+def test_who_is_answered_after_a_refusal_is_not_silent():
+    async def asks() -> float:
+        session = Session("one", 2)
+        session._heard -= 1000
+        session.overflowed = True
+        async with session.in_line(9.0, ""):
+            session.overflowed = False  # it has dropped a part of its history
+        return session.silent
+
+    assert asyncio.run(asks()) < 500
 
 
 @pytest.mark.parametrize("error", [None, ApiError(400, "too long"), asyncio.CancelledError()])
