@@ -226,7 +226,9 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
         if iteration is None:
             raise ConfigError(f"{path}: no such dump; {folder} holds those of iterations {_list_iterations(by_iteration)}")
     elif not by_iteration:
-        raise ConfigError(f"{folder}: holds no dump of episodes yet; give the run a smaller log.dump_every")
+        raise ConfigError(
+            f"{folder}: holds no dump of episodes yet; log.dump_every={config.log.dump_every} iterations make one, and the last"
+        )
     elif iteration is None:
         iteration = max(by_iteration)
     elif iteration not in by_iteration:

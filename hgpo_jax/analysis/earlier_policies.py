@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,34 @@ from hgpo_jax.analysis.dumps import read_config
 from hgpo_jax.setup.build import build
 from hgpo_jax.setup.job import Job
 from hgpo_jax.trainer.checkpoint import Checkpoints
-from hgpo_jax.trainer.loop import starting_params
+from hgpo_jax.trainer.loop import refusals, starting_params
+from hgpo_jax.trainer.main import save_trained
 from hgpo_jax.trainer.step import TrainState, make_train_step
+from hgpo_jax.utils.errors import ConfigError
+
+
+def best(folder: Path) -> int:
+    """Returns the iterations of the checkpoint with the highest validation success. Raises ConfigError if none has one."""
+    checkpoints = Checkpoints(folder / "checkpoints", read_config(folder).log, read_only=True)
+    if (iteration := checkpoints.best()) is None:
+        raise ConfigError(f"{folder}: no checkpoint has a validation success; log.keep_best and evaluation.every give it one")
+    return iteration
+
+
+def save(folder: Path, iteration: int, target: Path) -> dict[str, Path]:
+    """Writes a run's policies after this many iterations, adapters merged; returns policy name -> folder.
+
+    Raises ConfigError or RunError, in one line.
+    """
+    kept = sorted(int(path.name) for path in (folder / "checkpoints").glob("*") if path.name.isdecimal())
+    if iteration and iteration not in kept:
+        there = ", ".join(map(str, kept)) or "none"
+        raise ConfigError(f"{folder}: keeps no checkpoint of iteration {iteration}, but of {there}")
+    job, _, state = restore(folder, iteration)
+    params = job.merged_params(state.params, starting_params(job, folder) if job.adapted else state.params)
+    with refusals():
+        job.by_policy(functools.partial(save_trained, target), params)
+    return {name: target / name for name in job.policies}
 
 
 def restore(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
@@ -21,7 +48,7 @@ def restore(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
     _, init = make_train_step(job)
     state = init(start)
     if iteration:
-        checkpoints = Checkpoints(folder / "checkpoints", config.log)
+        checkpoints = Checkpoints(folder / "checkpoints", config.log, read_only=True)
         state = state.from_checkpoint(checkpoints.restore(iteration, state.to_checkpoint()))
         checkpoints.close()
     return job, job.reference_copy(start), state

@@ -20,7 +20,9 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from hgpo_jax.config import LogConfig
+from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import RunError, one_line
+from hgpo_jax.utils.files import atomic_write
 from hgpo_jax.utils.heartbeat import phase
 
 DIGESTS = "digests.json"
@@ -90,16 +92,20 @@ class Checkpoints:
 
     The fields of `settings` decide which are kept: the last `keep_checkpoints`, and the `keep_best` with the highest validation
     success. All others are deleted.
+
+    read_only: nothing is written or deleted, so that a run that is being trained can be read.
     """
 
-    def __init__(self, folder: Path, settings: LogConfig):
+    def __init__(self, folder: Path, settings: LogConfig, read_only: bool = False):
         keep = [LatestN(settings.keep_checkpoints)]
         if settings.keep_best:
-            keep.append(BestN(get_metric_fn=_success, n=settings.keep_best))
+            best = BestN(get_metric_fn=_success, n=settings.keep_best, keep_checkpoints_without_metrics=False)
+            keep.append(best)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(keep),
             best_fn=_success if settings.keep_best else None,
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            read_only=read_only,
             enable_async_checkpointing=True,
         )
         registry, handler = ocp.handlers.DefaultCheckpointHandlerRegistry(), _Digesting()
@@ -113,18 +119,26 @@ class Checkpoints:
         """Iterations done at the newest checkpoint; None if there is none."""
         return self._manager.latest_step()
 
+    def best(self) -> int | None:
+        """Iterations done at the checkpoint with the highest validation success; None if none has one."""
+        metrics = {step: self._manager.metrics(step) for step in self._manager.all_steps()}
+        successes = {step: _success(each) for step, each in metrics.items() if each and _success(each) >= 0}
+        return max(successes, key=lambda step: (successes[step], step), default=None)
+
     @phase("saving a checkpoint", says_end=False)
     def save(self, iterations: int, state, success: float | None = None) -> None:
         """Starts writing once `state` is computed and the previous write is complete; `state` may be donated right after.
 
-        success: the validation success of this state. With it, a checkpoint of so many iterations is written again.
+        success: the validation success of this state. A checkpoint of so many iterations that is there is given it.
 
         Raises:
           RunError: the previous checkpoint or this one could not be written.
         """
         try:
             if success is not None and self.latest() == iterations:  # of a run that was interrupted in its validation
-                self._manager.delete(iterations)
+                distributed.broadcast_from_process_0(lambda: self._rate(iterations, success))
+                self._manager.reload()
+                return
             self._manager.save(
                 iterations,
                 args=ocp.args.Composite(**{ITEM: ocp.args.StandardSave(state)}),
@@ -133,6 +147,14 @@ class Checkpoints:
             )
         except Exception as error:
             raise self._failed(error) from None
+
+    def _rate(self, iterations: int, success: float) -> None:
+        """Writes a checkpoint's success, and nothing else of it: it may be the only one that there is."""
+        self._manager.wait_until_finished()
+        file = self._folder / str(iterations) / "metrics" / "metrics"
+        file.parent.mkdir(exist_ok=True)  # none if it was written before log.keep_best was given
+        with atomic_write(file) as written:
+            json.dump({"success": success}, written)
 
     @phase("reading the checkpoint")
     def restore(self, iterations: int, like):

@@ -52,9 +52,9 @@ def fetch(url: str, cache_dir: str = CACHE_DIR, checkpoints: bool = True, begins
     return folder
 
 
-def local(place: str) -> str:
+def local(place: str, checkpoints: bool = False) -> str:
     """Returns a path on this machine for a run that a command reads. Raises ConfigError as `fetch` does."""
-    return str(fetch(place, checkpoints=False)) if is_remote(place) else place
+    return str(fetch(place, checkpoints=checkpoints)) if is_remote(place) else place
 
 
 def send(path: Path, again: bool = False) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import hgpo_jax
+from hgpo_jax.export import export_checkpoint
 from hgpo_jax.setup import devices
 from tests.helpers.byte_policy import byte_policy
 from tests.helpers.tiny import mesh_of
@@ -87,6 +88,18 @@ def test_an_evaluation_repeats_the_runs_own(trained):
     assert fewer["episodes"] == 4
     with pytest.raises(hgpo_jax.ConfigError, match="give a configuration"):
         hgpo_jax.evaluate_policy(run.folder / "policy")
+
+
+def test_the_policy_of_a_checkpoint_is_exported(trained, tmp_path):
+    run, _ = trained
+    export_checkpoint(run.folder, 2, tmp_path / "last")
+    last, own = (hgpo_jax.load_policy(folder) for folder in (tmp_path / "last", run.folder / "policy"))
+    jax.tree.map(np.testing.assert_array_equal, last.params, own.params)
+    assert last.tokenizer.get_vocab() == own.tokenizer.get_vocab() and [file.name for file in tmp_path.iterdir()] == ["last"]
+    with pytest.raises(hgpo_jax.ConfigError, match=r"keeps no checkpoint of iteration 7, but of .*2"):
+        export_checkpoint(run.folder, 7, tmp_path / "other")
+    with pytest.raises(hgpo_jax.ConfigError, match="no checkpoint has a validation success"):
+        export_checkpoint(run.folder, None, tmp_path / "other")
 
 
 @pytest.mark.slow  # trains once more

@@ -128,10 +128,30 @@ def test_what_is_kept(tmp_path):
 def test_one_that_was_saved_before_its_validation_can_still_be_the_best(tmp_path):
     """A run that is interrupted in a validation is saved without its success, and validates again."""
     keep = {"keep_checkpoints": 1, "keep_best": 1}
-    write(tmp_path / "c", [1], **keep)
+    write(tmp_path / "c", [1], keep_checkpoints=1)
+    before = (tmp_path / "c" / "1" / ITEM / "digests.json").stat().st_mtime_ns
     write(tmp_path / "c", [1, 2, 3], {1: 0.9, 2: 0.5}, **keep)
     assert kept(tmp_path / "c") == [1, 3]
     assert_is(restored(tmp_path / "c", 1), 1)
+    assert Checkpoints(tmp_path / "c", LogConfig(**keep), read_only=True).best() == 1
+    # It was the only one there was, and is not written again, which might fail.
+    assert (tmp_path / "c" / "1" / ITEM / "digests.json").stat().st_mtime_ns == before
+
+
+def test_those_from_before_the_best_were_kept_go(tmp_path):
+    write(tmp_path / "c", [1, 2], keep_checkpoints=2)
+    assert Checkpoints(tmp_path / "c", LogConfig(keep_checkpoints=2), read_only=True).best() is None
+    write(tmp_path / "c", [3, 4, 5, 6], {4: 0.5}, keep_checkpoints=2, keep_best=1)
+    assert kept(tmp_path / "c") == [4, 5, 6]
+
+
+def test_who_only_reads_leaves_what_is_being_written(folder):
+    partial = folder / "4.orbax-checkpoint-tmp"
+    partial.mkdir()
+    reader = Checkpoints(folder, LogConfig(keep_checkpoints=1), read_only=True)
+    assert_is(reader.restore(3, STATE), 3)
+    reader.close()
+    assert partial.is_dir() and newest_intact(folder) == (3, [])
 
 
 def test_it_is_restored_to_where_the_run_has_its_arrays(written):
