@@ -100,6 +100,11 @@ class Alarms:
                 f"method={self._config.method} with advantage.keep={self._config.advantage.keep} kept no step, and nothing is "
                 "learned; see that the episodes of a task differ in their scores and have valid actions"
             )
+        if row.get("kept_groups") == 0:
+            wrong["kept_groups"] = (
+                f"method={self._config.method} learns from tasks whose episodes differ in success, and none of "
+                f"{row['rollouts']:.0f} rollouts had one, so nothing is learned; give tasks that the policy sometimes wins"
+            )
         if (cut := row.get("prompts_cut", 0)) > MANY_CUT * row["steps"]:
             wrong["prompts_cut"] = (
                 f"{cut:.0f} of {row['steps']:.0f} prompts were longer than rollout.prompt_limit without history, too, and "
@@ -108,7 +113,7 @@ class Alarms:
         for name in (name for name in row if name.startswith("failed/") and row[name] > MANY_FAILED):
             cause = name.removeprefix("failed/").replace("_", " ")
             wrong[name] = f"{row[name]:.0%} of the episodes failed, by {cause}; the log says how the first one did"
-        batch = self._config.rollout.prompt_groups * self._config.rollout.group_size
+        batch = self._config.rollout.prompt_groups * self._config.rollout.group_size * int(row.get("rollouts", 1))
         if (excluded := row.get("excluded", 0)) > MANY_FAILED * batch:
             wrong["excluded"] = (
                 f"{excluded:.0f} of {batch} episodes failed and are left out, so that only the others are learned from; "
@@ -137,7 +142,7 @@ class Alarms:
                 "what the environment says (won), not a reward: see that it says it"
             )
         first = 1 / max(row.get("turns", 1), 1)
-        if (peers := row.get("peers/level0")) is not None and first < 1:
+        if (peers := row.get("peers/level0")) is not None and first < 1 and row.get("kept_share") != 0:
             later = max(peers - first, 0) / (1 - first)
             if later < FEW_PEERS:
                 wrong["peers"] = (

@@ -32,7 +32,7 @@ from hgpo_jax.learner.logprobs import make_logprobs
 from hgpo_jax.learner.objective import make_cloning_loss
 from hgpo_jax.learner.optimizer import frozen_parts, make_optimizer
 from hgpo_jax.learner.update import make_map, make_update
-from hgpo_jax.policy import huggingface_folder, load_policy
+from hgpo_jax.policy import Policy, huggingface_folder, load_policy
 from hgpo_jax.policy.placement import shardings_like
 from hgpo_jax.policy.source import find
 from hgpo_jax.policy.tokenizer import ACT
@@ -358,6 +358,9 @@ def cache_key(config: Config) -> str:
     parts.append(entry.digest)
     if entry.games and entry.compiled:
         parts.append(entry.compiled(config).digest)
+    if config.env.data:
+        files = sorted(path for path in Path(config.env.data).glob("*") if path.is_file())
+        parts.append(str([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
     digest = hashlib.sha256("\0".join(parts).encode())
     if Path(config.env.template).is_file():  # otherwise it names one of our templates
         digest.update(Path(config.env.template).read_bytes())
@@ -367,13 +370,23 @@ def cache_key(config: Config) -> str:
     return digest.hexdigest()[:16]
 
 
+def check_words(folder: Path, saved: Policy, policy: PolicySetup) -> None:
+    """Raises ValueError if a policy with the environment's own words was saved when these were others."""
+    small = not (policy.settings.policy.source or policy.settings.policy.tokenizer)
+    if small and saved.tokenizer.get_vocab() != policy.initial.tokenizer.get_vocab():
+        raise ValueError(f"{folder}: holds other words than env.* shows now; its texts or data have changed since")
+
+
 def warm_start(job: Job) -> dict:
     """Returns the parameters to start from, out of the cache or freshly cloned."""
     folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
     if distributed.broadcast_from_process_0(folder.is_dir):
         say(f"warm start: read from {folder}")
         try:
-            return {name: load_policy(folder / name, job.mesh).params for name in job.policies}
+            found = {name: load_policy(folder / name, job.mesh) for name in job.policies}
+            for name, saved in found.items():
+                check_words(folder / name, saved, job.policies[name])
+            return {name: saved.params for name, saved in found.items()}
         except ValueError as error:
             raise ConfigError(f"{error}; remove {folder}, and the next run makes a new one") from None
     params = clone(job)

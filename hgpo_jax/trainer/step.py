@@ -68,9 +68,16 @@ def _sample(job: Job, params, iteration: int) -> tuple[RolloutResult, list[dict]
         return result, of_one
 
     batch, sums, filled = sample_informative(rollout, settings.prompt_groups, settings.group_size)
-    means = [name for name in reports[0] if name.startswith("failed/") or name == "branches"]
-    further = {name: sum(counts[name] for counts in reports) / len(reports) for name in means}
+    further = {name: _over_rollouts(name, [counts[name] for counts in reports]) for name in reports[0]}
     return RolloutResult(punish_overlong(job, batch), None), sums, {"rollouts": len(sums), "kept_groups": filled} | further
+
+
+def _over_rollouts(name: str, values: list[float]) -> float:
+    """Returns a count of several rollouts: of longest ones the maximum, of shares the mean, of others the sum."""
+    if name.startswith("longest"):
+        return max(values)
+    shares = name.startswith("failed/") or name in ("branches", "slot_use", "reused_share")
+    return sum(values) / (len(values) if shares else 1)
 
 
 def _rewarded_rollout(job: Job, params, iteration: int, attempt: int = 0) -> tuple[RolloutResult, dict]:

@@ -127,7 +127,15 @@ def test_a_run_whose_filter_drops_everything_is_warned_once():
     assert alarms.check(row(0, kept_share=0.1)) == []
     (said,) = alarms.check(row(1, kept_share=0.0))
     assert said.startswith("iteration 2: method=hgpo with advantage.keep=valid kept no step, and nothing is learned; ")
-    assert alarms.check(row(2, kept_share=0.0)) == []
+    assert alarms.check(row(2, **{"kept_share": 0.0, "peers/level0": 0.0, "turns": 5.0})) == []  # nothing is compared
+
+
+def test_a_run_that_finds_no_task_to_learn_from_is_warned_once():
+    alarms = Alarms(load(None, ["method=dapo"]))
+    assert alarms.check(row(0, kept_groups=3, rollouts=4)) == []
+    (said,) = alarms.check(row(1, kept_groups=0, rollouts=4))
+    assert said.startswith("iteration 2: method=dapo learns from tasks whose episodes differ in success, and none of 4")
+    assert alarms.check(row(2, kept_groups=0, rollouts=4, excluded=100)) == []  # of 4 x 256
 
 
 def test_a_run_without_a_turn_to_learn_from_ends():

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,13 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from hgpo_jax.config import load
 from hgpo_jax.learner.optimizer import make_optimizer
-from hgpo_jax.policy import LoraConfig, ModelConfig
+from hgpo_jax.policy import LoraConfig, ModelConfig, Policy
 from hgpo_jax.policy.placement import shapes
+from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.setup.build import build
 from hgpo_jax.trainer import behavior_cloning
+from hgpo_jax.trainer.behavior_cloning import check_words
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import mesh_of
 
 
@@ -50,6 +54,25 @@ def test_given_files_change_the_key(tmp_path):
     before = key("env.name=household_text", f"env.template={file}")
     file.write_text("two")
     assert key("env.name=household_text", f"env.template={file}") != before
+
+
+def test_rewritten_data_change_the_key(tmp_path):
+    (tmp_path / "items.json").write_text("[1]")
+    before = key("env.name=webshop", f"data={tmp_path}")
+    assert key("env.name=webshop", f"data={tmp_path}") == before
+    (tmp_path / "items.json").write_text("[1, 2]")
+    assert key("env.name=webshop", f"data={tmp_path}") != before
+
+
+def test_a_policy_of_other_words_is_refused(tmp_path):
+    """Ids would mean other words, and nothing would say so."""
+    small = load(None, [])
+    saved, now = (Policy(None, {}, word_tokenizer(("", word))) for word in ("red", "buy"))
+    setup = SimpleNamespace(settings=small, initial=now)
+    with refused("holds other words than env.* shows now"):
+        check_words(tmp_path, saved, setup)
+    check_words(tmp_path, now, setup)
+    check_words(tmp_path, saved, SimpleNamespace(settings=load(None, ["policy=x", "warm_start=none"]), initial=now))
 
 
 def test_fields_of_the_warm_start_change_the_key_and_others_do_not():

@@ -83,13 +83,16 @@ def test_dynamic_sampling_keeps_groups_with_different_rewards_in_their_order():
     assert metrics["steps"] == first.mask.sum() + second.mask.sum()
 
 
-def test_dynamic_sampling_says_by_what_programs_failed_in_all_rollouts():
+def test_dynamic_sampling_says_what_went_wrong_in_all_rollouts():
     job = fake_job([], "dapo")
     left = [RolloutResult(episodes(n, [MIXED, MIXED, WON, LOST]), types.SimpleNamespace(failures={}, counts=counts))
-            for n, counts in enumerate(({"failed/crash": 0.5, "other": 1}, {"failed/crash": 0.25, "other": 1}))]  # fmt: skip
+            for n, counts in enumerate((
+                {"failed/crash": 0.5, "malformed": 2, "longest_prompt": 3, "slot_use": 0.5},
+                {"failed/crash": 0.25, "malformed": 5, "longest_prompt": 9, "slot_use": 1.0}))]  # fmt: skip
     job.runner.rollout = lambda *_: left.pop(0)
     _, metrics = sample(job)
-    assert metrics["failed/crash"] == 0.375 and "other" not in metrics and not left
+    expected = {"failed/crash": 0.375, "malformed": 7, "longest_prompt": 9, "slot_use": 0.75}
+    assert {name: metrics[name] for name in expected} == expected and not left
 
 
 def test_dynamic_sampling_ends_after_its_tries_and_leaves_places_empty():

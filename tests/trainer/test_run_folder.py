@@ -18,6 +18,7 @@ from hgpo_jax.analysis import read_config
 from hgpo_jax.config import cli
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import ModelConfig, Policy
+from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer import loop, main
 from hgpo_jax.trainer.behavior_cloning import warm_start
@@ -385,7 +386,7 @@ def test_a_disk_that_is_too_small_is_named_before_training(free, held, fields, s
 def small(tmp_path):
     """A job of which nothing is there but a small policy."""
     config = configuration.load(None, [f"cache_dir={tmp_path}"])
-    policy = Policy(ModelConfig(8, 8, 8, 2, 2, 1), {"w": jnp.zeros(3)}, None)
+    policy = Policy(ModelConfig(8, 8, 8, 2, 2, 1), {"w": jnp.zeros(3)}, word_tokenizer(("", "buy")))
     return Job(config, None, {SHARED: PolicySetup(SHARED, config, None, policy, policy.config)}, None, None)
 
 
@@ -397,11 +398,14 @@ def test_a_start_that_is_damaged_or_of_another_size_is_named(tmp_path, small, mo
         os.truncate(folder / "model.safetensors", 50)
         with pytest.raises(ConfigError, match=rf"model\.safetensors is damaged.*; remove .*/{place}, and"):
             begin()
-    other = types.SimpleNamespace(params={"w": jnp.zeros(4)})
+    other = types.SimpleNamespace(params={"w": jnp.zeros(4)}, tokenizer=word_tokenizer(("", "red")))
     monkeypatch.setattr("hgpo_jax.trainer.loop.load_policy", lambda *_: other)
     with pytest.raises(ConfigError, match=r"start: policy\.\* or env\.\* ask for another size"):
         loop.starting_params(small, tmp_path)
     other.params["w"] = small.policy.initial.params["w"]
+    with pytest.raises(ConfigError, match=r"start: holds other words than env\.\* shows now.*; start in another run_dir"):
+        loop.starting_params(small, tmp_path)
+    other.tokenizer = small.policy.initial.tokenizer
     assert loop.starting_params(small, tmp_path)[SHARED] is other.params
 
 
