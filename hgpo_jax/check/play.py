@@ -55,6 +55,11 @@ def warnings(play: Play) -> Iterator[str]:
     """Yields oddities of episodes that may be intended."""
     won, lost, total, length = play.success == 1, play.success == 0, play.rewards, play.mask.sum(1)
     judged, limit = won.sum() + lost.sum(), play.mask.shape[1]
+    if play.invalid[play.mask].all():
+        yield (
+            "commands: none that was tried was admissible; where an environment lists none to choose from, random play says "
+            "nothing of success and peers"
+        )
     if not judged:
         yield "success: is unknown in all episodes; where the environment can tell, say it as won"
     elif won.any() and total[won].max() <= 0:

@@ -79,10 +79,10 @@ def check_ended(folder: str, otherwise: str) -> None:
     if is_run(folder):
         return
     if Path(folder, "config.yaml").is_file():
-        raise errors.ConfigError(
-            f"{folder}: this run has not ended; continue it with python -m hgpo_jax.train --resume {folder}, or end it at "
-            "its last checkpoint N with --resume RUN iterations=N"
-        )
+        kept = any(Path(folder, "checkpoints").glob("[0-9]*"))
+        end = ", or end it at its last checkpoint N with --resume RUN iterations=N" if kept else ""
+        resume = f"python -m hgpo_jax.train --resume {folder}"
+        raise errors.ConfigError(f"{folder}: this run has not ended; continue it with {resume}{end}")
     raise errors.ConfigError(
         f"{folder}: not the folder of a run that has ended; it needs config.yaml and policy/ (for a Hugging Face policy, "
         f"exported or not, give {otherwise})"

@@ -53,7 +53,9 @@ def parser(command: str) -> Parser:
     cli.add_config_arguments(p)
     p.add_argument("--run", action="append", metavar="RUN", dest="runs", help="a run with checkpoints; may be repeated")
     p.add_argument("--seeds", type=numbers, default=[0], metavar="N,N", help="of the runs to train, without --run; default 0")
-    p.add_argument("--levels", type=percents, default=[0.2, 0.5, 0.8], metavar="%,%", help="of success; default 20,50,80")
+    p.add_argument(
+        "--levels", type=percents, default=[0.2, 0.5, 0.8], metavar="N,N", help="of success, in per cent; default 20,50,80"
+    )
     p.add_argument("--setting", metavar="NAME", help="the name to pool snapshots under; default: the run's name")
     p.add_argument("--groups", type=whole_number, default=16, metavar="N", help="tasks of a batch; default 16")
     two = functools.partial(whole_number, low=2)

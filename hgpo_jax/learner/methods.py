@@ -173,7 +173,8 @@ def _check_estimator(name: str) -> None:
         raise ConfigError(one_line(f"method={name}: {untraceable(ESTIMATORS[name], error)}")) from None
     shape = getattr(getattr(result, "advantages", None), "shape", None)
     if not isinstance(result, Estimate) or shape != (2, 3):
-        value = f"advantages of shape {shape}" if isinstance(result, Estimate) else f"a {type(result).__name__}"
+        kind = "array" if isinstance(result, jax.ShapeDtypeStruct) else type(result).__name__
+        value = f"advantages of shape {shape}" if isinstance(result, Estimate) else f"a {kind}"
         raise ConfigError(f"method={name}: returns {value} for 2 trajectories of 3 steps; return an Estimate with one each")
 
 

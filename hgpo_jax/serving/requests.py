@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field
 from hgpo_jax.serving.tool_results import tool_state
 from hgpo_jax.utils.errors import one_line
 
+PLACE = ("session_id", "task_id", "branch_id", "state_key")  # of a request (`sessions.Place`), in metadata or beside them
 MAX_IGNORED = 16  # names of ignored fields that an answer's header holds
 # Fields of OpenAI and of other servers that would change the answer and that this server lacks, with the values that change
 # nothing.
@@ -144,7 +145,7 @@ class OpenBody(Body):
 
     def unknown(self) -> Iterator[str]:
         """Yields the names of the ignored fields, with their locations; a name may be repeated."""
-        yield from (name for name in self.model_extra or () if name not in CHANGING.keys() | SILENT)
+        yield from (name for name in self.model_extra or () if name not in CHANGING.keys() | SILENT | {*PLACE})
         for name in self.model_fields_set & type(self).model_fields.keys():
             value = getattr(self, name)
             for part in value if isinstance(value, list) else [value]:
@@ -178,7 +179,9 @@ class SamplingBody(OpenBody):
             decoding["top_k"] = 0
         if "top_p" in decoding:
             decoding["top_p"] = max(decoding["top_p"], 1e-9)
-        same = {name: getattr(self, name) for name in ("model", "seed", "stream", "metadata")}
+        same = {name: getattr(self, name) for name in ("model", "seed", "stream")}
+        given = {name: value for name, value in (self.model_extra or {}).items() if name in PLACE}
+        same["metadata"] = given | self.metadata
         return SamplingRequest(prompt=prompt, decoding=decoding, limit=limit, stop=stop, ignored=self.ignored(), **same)
 
 

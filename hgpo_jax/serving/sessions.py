@@ -73,7 +73,8 @@ class RewardRequest(Body):
 class Place(Body):
     """The place of a request: its session, that one's task, its branch, and the state for the step groups; all optional.
 
-    They are given by headers (X-Session-Id, X-Task-Id, ...) or by the request's metadata (session_id, ...).
+    They are given by headers (X-Session-Id, X-Task-Id, ...), by the request's metadata (session_id, ...), or by fields of the
+    request.
     """
 
     session_id: str | None = pydantic.Field(None, pattern=r"^[\w.-]{1,100}$")

@@ -28,7 +28,7 @@ from hgpo_jax.policy import load_policy, lora
 from hgpo_jax.policy.source import is_hub_name
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.setup.job import Job, PolicySetup
-from hgpo_jax.trainer.behavior_cloning import warm_start
+from hgpo_jax.trainer.behavior_cloning import check_words, warm_start
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
 from hgpo_jax.trainer.recorder import Recorder
@@ -38,6 +38,8 @@ from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import is_remote
 from hgpo_jax.utils.heartbeat import phase
 from hgpo_jax.utils.progress import say
+
+COMPILING = "compiling"  # begins the name of the thread that compiles ahead
 
 
 class Training:
@@ -59,7 +61,9 @@ class Training:
         like, given = describe(init(job.given_params)), describe(job.given_params)
         if fault := distributed.broadcast_from_process_0(lambda: full_disk(self.config, folder, like.to_checkpoint(), done)):
             raise ConfigError(fault)
-        compiling = ThreadPoolExecutor(1).submit(compile_ahead, job, train_step, like, given)
+        executor = ThreadPoolExecutor(1, COMPILING)
+        compiling = executor.submit(compile_ahead, job, train_step, like, given)
+        executor.shutdown(wait=False)  # so that its thread ends when it has compiled
         if jax.process_count() > 1:  # all processes must start programs in the same order; two threads would not ensure that
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
@@ -324,9 +328,14 @@ def starting_params(job: Job, folder: Path, instead: bool = False) -> dict[str, 
     params = {}
     for place, name in by_place.items():
         try:
-            params[place] = load_policy(place, job.mesh).params
+            policy = load_policy(place, job.mesh)
+            params[place] = policy.params
         except ValueError as error:
             raise ConfigError(f"{error}; remove {folder / 'start'}, and it will be recreated") from None
         if jax.tree.map(jnp.shape, params[place]) != jax.tree.map(jnp.shape, job.policies[name].initial.params):
             raise ConfigError(f"{place}: policy.* or env.* ask for another size of policy; start in another run_dir")
+        try:
+            check_words(place, policy, job.policies[name])
+        except ValueError as error:
+            raise ConfigError(f"{error}; start in another run_dir") from None
     return {name: params[place] for name, place in places.items()}

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.config.cli import REFUSED
 from hgpo_jax.config.learning import LearnerConfig
+from hgpo_jax.config.load import RECORD
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.evaluation.held_out import describe_evaluation, evaluate, validates_apart
@@ -39,7 +43,7 @@ from hgpo_jax.setup.sight import check_sight, shown
 from hgpo_jax.setup.validate import check_together, mesh_of_rollouts
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
-from hgpo_jax.trainer.loop import Training, refusals
+from hgpo_jax.trainer.loop import COMPILING, Training, refusals
 from hgpo_jax.trainer.run_folder import find_run, take_folder
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
@@ -97,21 +101,29 @@ def train(
         try:
             run(config, meshes, folder, resuming, stop, on_iteration)
         except Interrupted as signal:
-            say(f"stopped by {signal}: {_describe_saved(config, stop, place, resuming)}")
+            say(f"stopped by {signal}: {_describe_saved(config, stop, place, resuming or is_taken(folder))}")
+            if exits and any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+                sys.stdout.flush()
+                os._exit(128 + signal.number)  # else Python would wait for the compiler, which takes minutes for large models
             raise
         except OSError as error:
             if error.errno not in REFUSED:
                 raise
-            saved = _describe_saved(config, stop, place, resuming)
+            saved = _describe_saved(config, stop, place, resuming or is_taken(folder))
             raise RunError(f"{error.filename or place}: {error.strerror}; {saved}") from None
     say(f"{current().seconds():.0f} s in all; everything is in {place}")
     return folder
 
 
-def _describe_saved(config: Config, stop: Interruption, place: str, resuming: bool) -> str:
+def is_taken(folder: Path) -> bool:
+    """Whether a run has begun in a folder."""
+    return (folder / RECORD).is_file()
+
+
+def _describe_saved(config: Config, stop: Interruption, place: str, begun: bool) -> str:
     """Says how much of a run that ended early is saved, and how it continues."""
     saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
-    return saved + (f"; continue with --resume {place}" if stop.saved or resuming else "")
+    return saved + (f"; continue with --resume {place}" if begun else "")
 
 
 def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
@@ -235,7 +247,8 @@ def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: li
         apart = f"with evaluation.episodes={tasks // 2} they would play others"
         say(f"log.keep_best: validations play tasks of the final evaluation, all {tasks} there are; {apart}")
     if resuming:
-        say("\n".join([f"resumed after iteration {first} in {remote.shown(folder)}", *changes]))
+        after = f"after iteration {first}" if first else "before its first iteration"
+        say("\n".join([f"resumed {after} in {remote.shown(folder)}", *changes]))
 
 
 def has_default_rate(policy: PolicySetup) -> bool:
