@@ -14,7 +14,6 @@ transcripts.txt.
 from __future__ import annotations
 
 import contextlib
-import sys
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
@@ -56,7 +55,7 @@ def main() -> None:
     # Which of several processes this is, and whether it may speak, is not known yet.
     with contextlib.nullcontext() if args.distributed else Heartbeat("importing the program"):
         from hgpo_jax.setup.validate import check_overrides
-        from hgpo_jax.trainer.main import Interrupted, dry_run, train
+        from hgpo_jax.trainer.main import Interrupted, dry_run, leave, train
 
     if config:
         check_overrides(config, args.overrides)
@@ -72,7 +71,7 @@ def main() -> None:
     try:
         train(fields, args.resume, allowed, args.distributed, exits=True)
     except Interrupted as signal:
-        sys.exit(128 + signal.number)
+        leave(128 + signal.number)
 
 
 if __name__ == "__main__":

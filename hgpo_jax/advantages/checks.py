@@ -53,7 +53,7 @@ def _one_of(*names: str) -> Callable[[object], bool]:
 # Options share their names, and so their meaning, among all estimators.
 OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
     "history_length": (lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0, "an integer of 0 or more"),
-    "length_limit": (lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 1, "an integer of 1 or more"),
+    "length_limit": (lambda x: x is None or (type(x) is int and x >= 1), "an integer of 1 or more, or None"),
     "gamma": (_number(0, 1), "a number from 0 to 1"),
     "lam": (_number(0, 1), "a number from 0 to 1"),
     # Their bounds keep (k + weight_offset)^alpha inside float32.

@@ -62,7 +62,7 @@ def parser(command: str) -> Parser:
     p.add_argument("--batches", type=two, default=4, metavar="N", help="batches of a snapshot; default 4")
     p.add_argument("--continuations", type=two, default=16, metavar="N", help="from each state; default 16")
     any_number = functools.partial(whole_number, low=0)
-    p.add_argument("--directions", type=any_number, default=128, metavar="N", help="of gradients, 0 for none; default 128")
+    p.add_argument("--directions", type=any_number, metavar="N", help="of gradients, 0 for none; default 128")
     return p
 
 

@@ -29,6 +29,7 @@ from hgpo_jax.trainer.resume import FREE_TO_CHANGE
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
+DIRECTIONS = 128
 FARTHEST = 0.1  # success that a checkpoint may be away from its level
 FIRST = 2_000_000  # number of the first batch, which chooses tasks and random keys; far from those of iterations
 # Fields that say where a run's files are; a snapshot keeps nothing of the machine that made it.
@@ -64,9 +65,20 @@ def nearest(folder: Path, level: float) -> int:
 
 
 def make(
-    run: Path, file: Path, setting: str, level: float, *, groups: int, batches: int, continuations: int, directions: int
+    run: Path,
+    file: Path,
+    setting: str,
+    level: float,
+    *,
+    groups: int,
+    batches: int,
+    continuations: int,
+    directions: int | None = None,
 ) -> None:
-    """Writes a snapshot of a run, unless the same one is there already. Raises ConfigError, NeverNear for a level."""
+    """Writes a snapshot of a run, unless the same one is there already. Raises ConfigError, NeverNear for a level.
+
+    directions: of its gradients; None: DIRECTIONS, or what a snapshot that is there has.
+    """
     config = read_config(run)
     refuse(config, run)
     plan = {"run": digest(config), "setting": setting, "level": level}
@@ -75,6 +87,7 @@ def make(
         refuse_another(file, plan, directions)
         say(f"{file}: is there")
         return
+    directions = DIRECTIONS if directions is None else directions
     iteration = nearest(run, level)
     numbers = batch_numbers(config, iteration, groups, batches)
     job, reference, state = restore(run, iteration)
@@ -117,7 +130,7 @@ def refuse(config: Config, run: Path) -> None:
         raise ConfigError(f"{run}: a snapshot needs one policy for all roles, and rollout.group_size of 2 or more")
 
 
-def refuse_another(file: Path, plan: dict, directions: int) -> None:
+def refuse_another(file: Path, plan: dict, directions: int | None) -> None:
     """Raises ConfigError if a file's snapshot is not the one that was planned, or lacks gradients in that many directions."""
     snapshot = load(file)
     about, gradients = snapshot.about, snapshot.arrays.get("gradients")
@@ -126,7 +139,7 @@ def refuse_another(file: Path, plan: dict, directions: int) -> None:
         what = "another run's snapshot" if "run" in differ else f"a snapshot with {differ[0]}={getattr(about, differ[0])}"
         raise ConfigError(f"{file}: holds {what}; give --setting or another DIR")
     there = 0 if gradients is None else gradients.shape[-1]
-    if directions not in (0, there):
+    if directions not in (None, 0, there):
         raise ConfigError(f"{file}: --directions {directions}: its gradients have {there}; give that, or another DIR")
 
 

@@ -64,7 +64,7 @@ def file_name(
 ) -> str:
     """Names the file of an evaluation, with or without seeds or samples; another number of episodes is another evaluation."""
     listed = "-".join(map(str, seeds))
-    if len(listed) > 100:  # characters; file names have 255
+    if len(listed) > 180:  # characters; file names have 255
         listed = f"{seeds[0]}-to-{seeds[-1]}-{len(seeds)}of-{hashlib.sha256(listed.encode()).hexdigest()[:8]}"
     under = f"-s{listed}" if seeds else f"-samples{samples}" if samples else ""
     return f"{split}-t{temperature:g}-n{episodes}{under}.json"

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 
 import jax
@@ -74,7 +73,8 @@ def beside_weights(folder: Path) -> list[str]:
 def digest(folder: Path) -> str:
     """Returns the SHA-256 over the files of a folder that define its policy; other files there do not count."""
     sha256 = hashlib.sha256()
-    weights = [file.name for file in folder.iterdir() if fnmatch(file.name, "model*.safetensors*")]
+    weights = [file.name for file in folder.glob("model*.safetensors") if file.is_file()]
+    weights += ["model.safetensors.index.json"] * (folder / "model.safetensors.index.json").is_file()
     for name in sorted({*weights, *beside_weights(folder)} - {CARD, huggingface_vision.VIDEO}):
         with (folder / name).open("rb") as content:
             sha256.update(f"\0{name}\0".encode() + hashlib.file_digest(content, "sha256").digest())

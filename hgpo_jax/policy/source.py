@@ -30,7 +30,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR, *, weights: bool
     from huggingface_hub import snapshot_download  # takes seconds to import, and folders need no hub
 
     patterns = [*["model*.safetensors"] * weights, "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
-    patterns.append(f"{huggingface_folder.TEMPLATES}/*.jinja")
+    patterns += [f"{huggingface_folder.TEMPLATES}/*.jinja", *([] if weights else ["*.model", "vocab.txt"])]
     try:
         return Path(snapshot_download(str(folder), allow_patterns=patterns))
     except Exception as error:  # errors come from several libraries, and none is worth a traceback
@@ -44,13 +44,23 @@ def is_hub_name(source: str | Path) -> bool:
 
 
 def load_tokenizer(name: str, cache_dir: str):
-    """Calls `read_tokenizer` for what `find` takes, cached while its files stay as they are. Raises ValueError, in one line."""
+    """Calls `read_tokenizer`, cached while its files stay as they are. Raises ValueError, in one line.
+
+    name: a folder, a GGUF file or package (`gguf_folder.py`), or a name on the hub.
+    """
+    place = str(unpack(name, cache_dir))
     try:
-        place = find(name, cache_dir, weights=False)
+        place = _fetched_tokenizer(place) if is_hub_name(place) else place
     except ValueError as error:
         raise ValueError(f"policy.tokenizer={name}: cannot be read: {error}") from None
-    stats = [(place / file).stat() for file in huggingface_folder.beside_weights(place)]
-    return _cached_tokenizer(str(place), tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
+    folder = Path(place)  # none for names of one word, such as gpt2, which transformers finds
+    stats = [(folder / file).stat() for file in huggingface_folder.beside_weights(folder)] if folder.is_dir() else []
+    return _cached_tokenizer(place, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
+
+
+@functools.lru_cache(maxsize=16)  # each look at the hub takes a moment
+def _fetched_tokenizer(name: str) -> str:
+    return str(find(name, weights=False))
 
 
 @functools.lru_cache(maxsize=16)

@@ -18,7 +18,9 @@ from pydantic import BeforeValidator, Field
 from hgpo_jax.serving.tool_results import tool_state
 from hgpo_jax.utils.errors import one_line
 
-PLACE = ("session_id", "task_id", "branch_id", "state_key")  # of a request (`sessions.Place`), in metadata or beside them
+# Of a request's place (`sessions.Place`), what may also stand beside its metadata; values of other forms are ignored there.
+PLACE = {name: re.compile(r"[\w.-]{1,100}") for name in ("session_id", "branch_id")}
+PLACE |= {name: re.compile(".{1,10000}", re.DOTALL) for name in ("task_id", "state_key")}
 MAX_IGNORED = 16  # names of ignored fields that an answer's header holds
 # Fields of OpenAI and of other servers that would change the answer and that this server lacks, with the values that change
 # nothing.
@@ -145,12 +147,17 @@ class OpenBody(Body):
 
     def unknown(self) -> Iterator[str]:
         """Yields the names of the ignored fields, with their locations; a name may be repeated."""
-        yield from (name for name in self.model_extra or () if name not in CHANGING.keys() | SILENT | {*PLACE})
+        yield from (name for name in self.model_extra or () if name not in CHANGING.keys() | SILENT | self._place().keys())
         for name in self.model_fields_set & type(self).model_fields.keys():
             value = getattr(self, name)
             for part in value if isinstance(value, list) else [value]:
                 if isinstance(part, OpenBody):
                     yield from (f"{name}.{unknown}" for unknown in part.unknown())
+
+    def _place(self) -> dict[str, str]:
+        """Returns the parts of the request's place that stand beside its metadata."""
+        extra = {name: str(value) for name, value in (self.model_extra or {}).items() if type(value) in (str, int)}
+        return {name: extra[name] for name, form in PLACE.items() if name in extra and form.fullmatch(extra[name])}
 
     def ignored(self) -> list[str]:
         """Returns the names of the ignored fields, in a form that a header can hold."""
@@ -180,8 +187,7 @@ class SamplingBody(OpenBody):
         if "top_p" in decoding:
             decoding["top_p"] = max(decoding["top_p"], 1e-9)
         same = {name: getattr(self, name) for name in ("model", "seed", "stream")}
-        given = {name: value for name, value in (self.model_extra or {}).items() if name in PLACE}
-        same["metadata"] = given | self.metadata
+        same["metadata"] = self._place() | self.metadata
         return SamplingRequest(prompt=prompt, decoding=decoding, limit=limit, stop=stop, ignored=self.ignored(), **same)
 
 

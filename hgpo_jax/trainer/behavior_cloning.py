@@ -52,6 +52,7 @@ from hgpo_jax.utils.progress import Progress, say
 NOISE = 0.3  # share of random admissible actions in the generated play; the expert's choice stays the label
 WARMUP_STEPS = 100
 PLAYED = 4096  # episodes that the expert plays at once
+LARGE = 2**26  # bytes of a file of data that counts by its size alone
 ADMISSIBLE = 0.95  # share of admissible commands at which the cloning of random ones ends
 # Raise it with every change of code after which the same fields clone another policy: of an environment, its expert or its
 # prompts, of the network, the cloning loss, its optimizer or the random keys. Between releases nothing else makes a cached
@@ -359,8 +360,9 @@ def cache_key(config: Config) -> str:
     if entry.games and entry.compiled:
         parts.append(entry.compiled(config).digest)
     if config.env.data:
-        files = sorted(path for path in Path(config.env.data).glob("*") if path.is_file())
-        parts.append(str([(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]))
+        for file in sorted(path for path in Path(config.env.data).glob("*") if path.is_file()):
+            size = file.stat().st_size
+            parts.append(f"{file.name} {size if size > LARGE else hashlib.sha256(file.read_bytes()).hexdigest()}")
     digest = hashlib.sha256("\0".join(parts).encode())
     if Path(config.env.template).is_file():  # otherwise it names one of our templates
         digest.update(Path(config.env.template).read_bytes())
@@ -379,7 +381,8 @@ def check_words(folder: Path, saved: Policy, policy: PolicySetup) -> None:
 
 def warm_start(job: Job) -> dict:
     """Returns the parameters to start from, out of the cache or freshly cloned."""
-    folder = Path(job.config.cache_dir) / "warm_start" / cache_key(job.config)
+    key = distributed.broadcast_from_process_0(lambda: cache_key(job.config))
+    folder = Path(job.config.cache_dir) / "warm_start" / key
     if distributed.broadcast_from_process_0(folder.is_dir):
         say(f"warm start: read from {folder}")
         try:

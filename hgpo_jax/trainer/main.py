@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 from jax.sharding import Mesh
@@ -102,9 +103,6 @@ def train(
             run(config, meshes, folder, resuming, stop, on_iteration)
         except Interrupted as signal:
             say(f"stopped by {signal}: {_describe_saved(config, stop, place, resuming or is_taken(folder))}")
-            if exits and any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
-                sys.stdout.flush()
-                os._exit(128 + signal.number)  # else Python would wait for the compiler, which takes minutes for large models
             raise
         except OSError as error:
             if error.errno not in REFUSED:
@@ -113,6 +111,14 @@ def train(
             raise RunError(f"{error.filename or place}: {error.strerror}; {saved}") from None
     say(f"{current().seconds():.0f} s in all; everything is in {place}")
     return folder
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process. Python alone would wait for a program that is still compiled, which takes minutes for a large model."""
+    if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def is_taken(folder: Path) -> bool:

@@ -23,6 +23,7 @@ from hgpo_jax.utils.progress import warn
 # STATE is the manifest that the working folder last agreed with, and the bucket's URL; its writer is empty unless that was a
 # process of this machine.
 MANIFEST, STATE, LOCK = "manifest.json", ".remote.json", ".remote.lock"
+CHECKPOINTS = "checkpoints/"
 EMPTY = {"writer": "", "files": {}}  # files: relative path -> size and modification time in the writer's folder
 
 
@@ -113,13 +114,14 @@ def _open(url: str) -> tuple:
 @phase("copying the run from the bucket")
 def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> None:
     here, state = _files(folder), _state(folder)
-    for name in (here.keys() & state["files"].keys()) - there["files"].keys():  # others are of this machine, not sent yet
+    for name in here.keys() - there["files"].keys():
+        if not (state["writer"] or name in state["files"] or name.startswith(CHECKPOINTS)):
+            continue  # what a command of this machine could not send; what a former writer could not is another history
         (folder / name).unlink()
         with contextlib.suppress(OSError):  # it holds more; Orbax would take an empty folder for a checkpoint
             os.removedirs((folder / name).parent)
-    files = {name: about for name, about in there["files"].items() if checkpoints or not name.startswith("checkpoints/")}
+    files = {name: about for name, about in there["files"].items() if checkpoints or not name.startswith(CHECKPOINTS)}
     new = [name for name, about in files.items() if here.get(name) != about]
-    _write_state(folder, there | {"files": state["files"] | files})  # so that a download that breaks off leaves nothing strange
     fs.get([f"{root}/{name}" for name in new], [str(folder / name) for name in new])
     for name in new:
         os.utime(folder / name, ns=(files[name][1], files[name][1]))
@@ -129,21 +131,29 @@ def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> No
 @phase("copying the run to the bucket")
 def _upload(folder: Path, claim: str = "") -> None:
     """claim: the name of a process that begins to write the run."""
+    with FileLock(folder / LOCK):  # another command may be reading the run into this folder
+        _upload_alone(folder, claim)
+
+
+def _upload_alone(folder: Path, claim: str) -> None:
     state, here = _state(folder), _files(folder)
     fs, root, there = _open(state["url"])
     if not claim and state["writer"] and state["writer"] != there["writer"]:
         raise ConfigError(f"{state['url']}: another process writes this run by now; what this one has is in {folder}")
     if claim and not there["writer"]:  # else a process that dies while it copies would leave files of no run
         fs.pipe_file(f"{root}/{MANIFEST}", json.dumps({"writer": claim, "files": {}}).encode())
-    # A command that only reads sends what it has written, not its copies of what the writer may have renewed by now.
-    changed = here if claim or state["writer"] else {n: about for n, about in here.items() if state["files"].get(n) != about}
+    # A command that only reads sends what it has written, not its copies of what the writer may have renewed or deleted by now.
+    own = {n: about for n, about in here.items() if state["files"].get(n) != about and not n.startswith(CHECKPOINTS)}
+    writes = claim or state["writer"]
+    changed = here if writes else own
     new = [name for name, about in changed.items() if there["files"].get(name) != about]
-    old = (state["files"].keys() - here.keys()) & there["files"].keys()  # other commands may have added more
+    gone = (state["files"].keys() - here.keys()) & there["files"].keys()  # other commands may have added more
+    old = gone if writes else set()
     fs.put([str(folder / name) for name in new], [f"{root}/{name}" for name in new])
     files = {name: about for name, about in there["files"].items() if name not in old} | changed
     fs.pipe_file(f"{root}/{MANIFEST}", json.dumps({"writer": claim or there["writer"], "files": files}).encode())
-    kept = {name: about for name, about in state["files"].items() if name in here}
-    _write_state(folder, state | {"writer": claim or state["writer"], "files": kept | changed})
+    agreed = {name: about for name, about in state["files"].items() if name in here and name in there["files"]} | changed
+    _write_state(folder, state | {"writer": claim or state["writer"], "files": agreed})
     for name in old:
         fs.rm_file(f"{root}/{name}")
 

@@ -138,6 +138,11 @@ def test_what_is_wrong_with_a_text_one(line):
     assert_found(text_faults(TEXTS[line]), line)
 
 
+def test_play_without_commands_says_so():
+    odd = warnings(Play(mask := np.ones((2, 1), bool), mask * 1, mask, mask * 1, np.zeros(2), np.zeros(2), np.zeros(2), False))
+    assert next(odd).startswith("commands: none that was tried was admissible")
+
+
 def test_a_text_one_that_hangs(monkeypatch):
     monkeypatch.setattr(requirements, "LIMIT", 0.2)
     steps = []

@@ -227,6 +227,10 @@ def taken(tmp_path):
     return run, tmp_path / "household-s0-50.npz"
 
 
+def test_help_is_printed():
+    assert all("usage:" in credit.parser(command).format_help() for command in ("snapshot", "score"))
+
+
 def test_a_snapshot_is_kept_if_it_is_the_one_asked_for(taken, capsys):
     run, file = taken
     make.make(run, file, "household", 0.5, **SIZES)

@@ -12,6 +12,7 @@ from hgpo_jax import analysis
 from hgpo_jax import config as configuration
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.serving.openai_completions import ChatCompletions
 from hgpo_jax.serving.recording import EVERY, Recording
 from hgpo_jax.serving.requests import ApiError, parse
 from hgpo_jax.serving.sessions import SILENT, OpenSessions, Place, RewardRequest, Session, Turn, episodes_of, place_of
@@ -83,6 +84,13 @@ def test_a_session_is_what_was_sampled(recorded, policy, ended):
 def test_only_a_request_without_a_state_key_has_its_results_searched(recorded, monkeypatch):
     monkeypatch.setattr("hgpo_jax.serving.requests.tool_state", lambda messages: 1 / 0)
     ask(recorded, metadata={"state_key": "here"})
+
+
+def test_a_place_may_stand_beside_metadata():
+    messages = [{"role": "user", "content": "Hi"}]
+    fields = {"model": "m", "messages": messages, "state_key": "here", "metadata": {"task_id": "one"}}
+    request = ChatCompletions(json.dumps(fields).encode()).request
+    assert request.metadata == {"state_key": "here", "task_id": "one"} and not request.ignored
 
 
 def test_a_stop_string_ends_what_is_recorded(recorded, ended):

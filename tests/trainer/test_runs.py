@@ -172,6 +172,17 @@ def test_a_signal_before_there_is_anything_to_save(cache, tmp_path):
     assert said == "stopped by SIGTERM: no iteration was done\n"
 
 
+def test_a_signal_does_not_wait_for_the_compiler(cache, tmp_path):
+    code = """
+import os, threading
+from hgpo_jax.trainer import loop
+loop.compile_ahead = lambda *_: threading.Event().wait(300)
+loop.starting_params = lambda *_, **__: os.kill(os.getpid(), 2)
+"""
+    said = runs.run(tmp_path, *RUN, cache, code=code, expect=130)
+    assert said.endswith("stopped by SIGINT: no iteration was done; continue with --resume run\n")
+
+
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(cache, half, whole, tmp_path):
     run = copied(half, tmp_path)
     largest = max((run / "checkpoints" / "2" / "state").rglob("*"), key=lambda path: path.stat().st_size)

@@ -195,9 +195,22 @@ def test_who_only_reads_sends_nothing_but_its_own(url, run, tmp_path, monkeypatc
     remote.send(run)  # what the reader has is old by now
     remote.send(place / "evaluations")
     assert in_bucket(url) == texts(run) | {"evaluations/held_out.json": "{}"}
-    (place / "evaluations/held_out.json").unlink()
+    remote.fetch(url, str(tmp_path / "reader"))  # with checkpoints
+    written(run, {"checkpoints/3/state/arrays": "3"})
+    shutil.rmtree(run / "checkpoints/2")
+    remote.send(run)
+    written(place, {"evaluations/other.json": "{}"})
+    (place / "metrics.jsonl").unlink()  # as if a download had broken off
     remote.send(place)
-    assert in_bucket(url) == texts(run)
+    expected = texts(run) | {"evaluations/held_out.json": "{}", "evaluations/other.json": "{}"}
+    assert in_bucket(url) == expected  # nothing of the writer's is gone, and nothing that it has deleted is back
+
+
+def test_what_a_former_writer_could_not_send_is_no_part_of_the_run(url, run, tmp_path):
+    written(run, {"checkpoints/9/state/arrays": "9", "episodes/9.npz": "9"})
+    with remote.writing(second := remote.fetch(url, str(tmp_path / "second"))):
+        checkpointed(second)
+    assert texts(remote.fetch(url, str(tmp_path / "first"))) == texts(second)
 
 
 def test_what_could_not_be_sent_is_still_there(url, run, tmp_path, monkeypatch):
