@@ -35,6 +35,8 @@ def shown(folder: Path) -> str:
 def fetch(url: str, cache_dir: str = CACHE_DIR, checkpoints: bool = True, begins: bool = False) -> Path:
     """Makes the working folder equal to the bucket, unless this machine wrote the run last, and returns it.
 
+    What a command that only reads has written here and could not send stays.
+
     checkpoints: whether they are needed. begins: whether a run may begin there.
 
     Raises ConfigError: the place cannot be read, or is not a run's.
