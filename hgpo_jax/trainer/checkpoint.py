@@ -104,7 +104,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy(keep),
             best_fn=_success if settings.keep_best else None,
-            cleanup_tmp_directories=not read_only,
+            cleanup_tmp_directories=True,
             read_only=read_only,
             enable_async_checkpointing=True,
         )

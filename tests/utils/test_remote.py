@@ -195,7 +195,8 @@ def test_who_only_reads_sends_nothing_but_its_own(url, run, tmp_path, monkeypatc
     remote.send(run)  # what the reader has is old by now
     remote.send(place / "evaluations")
     assert in_bucket(url) == texts(run) | {"evaluations/held_out.json": "{}"}
-    remote.fetch(url, str(tmp_path / "reader"))  # with checkpoints
+    for checkpoints in (True, False):  # those of the first are kept, as long as they are in the bucket
+        remote.fetch(url, str(tmp_path / "reader"), checkpoints=checkpoints)
     written(run, {"checkpoints/3/state/arrays": "3"})
     shutil.rmtree(run / "checkpoints/2")
     remote.send(run)
