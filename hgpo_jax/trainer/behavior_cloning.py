@@ -52,7 +52,7 @@ from hgpo_jax.utils.progress import Progress, say
 NOISE = 0.3  # share of random admissible actions in the generated play; the expert's choice stays the label
 WARMUP_STEPS = 100
 PLAYED = 4096  # episodes that the expert plays at once
-LARGE = 2**26  # bytes of a file of data that counts by its size alone
+LARGE = 2**26  # bytes of a file of data that counts by its size and time
 ADMISSIBLE = 0.95  # share of admissible commands at which the cloning of random ones ends
 # Raise it with every change of code after which the same fields clone another policy: of an environment, its expert or its
 # prompts, of the network, the cloning loss, its optimizer or the random keys. Between releases nothing else makes a cached
@@ -361,8 +361,9 @@ def cache_key(config: Config) -> str:
         parts.append(entry.compiled(config).digest)
     if config.env.data:
         for file in sorted(path for path in Path(config.env.data).glob("*") if path.is_file()):
-            size = file.stat().st_size
-            parts.append(f"{file.name} {size if size > LARGE else hashlib.sha256(file.read_bytes()).hexdigest()}")
+            about = file.stat()
+            large = f"{about.st_size} {about.st_mtime_ns}" if about.st_size > LARGE else ""
+            parts.append(f"{file.name} {large or hashlib.sha256(file.read_bytes()).hexdigest()}")
     digest = hashlib.sha256("\0".join(parts).encode())
     if Path(config.env.template).is_file():  # otherwise it names one of our templates
         digest.update(Path(config.env.template).read_bytes())

@@ -124,6 +124,8 @@ def _download(fs, root: str, folder: Path, there: dict, checkpoints: bool) -> No
             os.removedirs((folder / name).parent)
     files = {name: about for name, about in there["files"].items() if checkpoints or not name.startswith(CHECKPOINTS)}
     new = [name for name, about in files.items() if here.get(name) != about]
+    # So that the leftovers of a download that breaks off are known to be the bucket's.
+    _write_state(folder, there | {"writer": state["writer"], "files": state["files"] | files})
     fs.get([f"{root}/{name}" for name in new], [str(folder / name) for name in new])
     for name in new:
         os.utime(folder / name, ns=(files[name][1], files[name][1]))
@@ -154,7 +156,7 @@ def _upload_alone(folder: Path, claim: str) -> None:
     fs.put([str(folder / name) for name in new], [f"{root}/{name}" for name in new])
     files = {name: about for name, about in there["files"].items() if name not in old} | changed
     fs.pipe_file(f"{root}/{MANIFEST}", json.dumps({"writer": claim or there["writer"], "files": files}).encode())
-    agreed = {name: about for name, about in state["files"].items() if name in here and name in there["files"]} | changed
+    agreed = {name: about for name, about in state["files"].items() if name in here} | changed
     _write_state(folder, state | {"writer": claim or state["writer"], "files": agreed})
     for name in old:
         fs.rm_file(f"{root}/{name}")

@@ -1,6 +1,7 @@
 """Runs in buckets: an in-memory file system stands for one, folders of this machine for its working folders."""
 
 import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -199,12 +200,28 @@ def test_who_only_reads_sends_nothing_but_its_own(url, run, tmp_path, monkeypatc
         remote.fetch(url, str(tmp_path / "reader"), checkpoints=checkpoints)
     written(run, {"checkpoints/3/state/arrays": "3"})
     shutil.rmtree(run / "checkpoints/2")
+    (run / "config.yaml").rename(run / "config-1.yaml")  # as a longer run sets aside the results of a shorter one
     remote.send(run)
     written(place, {"evaluations/other.json": "{}"})
     (place / "metrics.jsonl").unlink()  # as if a download had broken off
     remote.send(place)
     expected = texts(run) | {"evaluations/held_out.json": "{}", "evaluations/other.json": "{}"}
     assert in_bucket(url) == expected  # nothing of the writer's is gone, and nothing that it has deleted is back
+    assert texts(remote.fetch(url, str(tmp_path / "reader"))) == expected
+    remote.send(place)
+    assert in_bucket(url) == expected
+
+
+def test_what_a_broken_download_has_left_is_not_sent(url, run, tmp_path, monkeypatch):
+    put = os.utime
+    monkeypatch.setattr(os, "utime", failing)  # after the files are there
+    with pytest.raises(ConfigError, match="no network"):
+        remote.fetch(url, str(tmp_path / "reader"))
+    monkeypatch.setattr(os, "utime", put)
+    (run / "config.yaml").rename(run / "config-1.yaml")
+    remote.send(run)
+    remote.send(remote.fetch(url, str(tmp_path / "reader")))
+    assert in_bucket(url) == texts(run)
 
 
 def test_what_a_former_writer_could_not_send_is_no_part_of_the_run(url, run, tmp_path):
