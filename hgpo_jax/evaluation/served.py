@@ -8,7 +8,8 @@ answers. Because the server tokenizes, three things differ: rollout.prompt_limit
 observation are not neutralized, and rollout.stop are strings. The server receives a seed for every sampled answer; its
 effect is up to the server. A rejected message, most often because the context is full, ends only that episode, as not
 solved: dropping it would exclude the long episodes. An episode whose first message is rejected was not played. The key for a
-server that needs one is read from OPENAI_API_KEY.
+server that needs one is read from OPENAI_API_KEY. Models whose temperature is fixed (OpenAI's o-series) cannot be evaluated:
+they reject `temperature`, and `max_tokens`.
 """
 
 from __future__ import annotations
