@@ -129,7 +129,7 @@ def is_taken(folder: Path) -> bool:
 def _describe_saved(config: Config, stop: Interruption, place: str, begun: bool) -> str:
     """Says how much of a run that ended early is saved, and how it continues."""
     saved = f"{stop.saved} of {config.iterations} iterations are saved" if stop.saved else "no iteration was done"
-    return saved + (f"; continue with --resume {place}" if begun else "")
+    return saved + (f"; continue with --resume {place}" if stop.saved or begun else "")
 
 
 def dry_run(fields: dict, resume: str, allowed: tuple[str, ...]) -> None:
