@@ -85,8 +85,8 @@ class TokenText:
         """
         texts = [text, unicodedata.normalize("NFKC", text), unicodedata.normalize("NFKC", text).lower()]
         match = next(filter(None, map(self._cuts.search, texts)), None) if self._cuts else None
-        within = (token for token in self.special if token[0] + token[-1] in brackets)
-        inner = (token for token in within if len(token) > 5 and any(token[1:-1] in text for text in texts))
+        within = (token for token in self.special if len(token) > 5 and token[0] + token[-1] in brackets)
+        inner = (token for token in within if any(token[1:-1] in text for text in texts))
         return match.group(1) if match else next(inner, "")
 
     def decode(self, ids: Sequence[int]) -> str:
