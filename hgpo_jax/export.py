@@ -66,9 +66,12 @@ def export(
 
 
 def export_checkpoint(
-    run: str | Path, iteration: int | None, target: str | Path, dtype: str | None = None,
+    run: str | Path,
+    iteration: int | None,
+    target: str | Path,
+    dtype: str | None = None,
     shard_size: int = safetensors_files.SHARD_SIZE,
-) -> None:  # fmt: skip
+) -> None:
     """Writes a run's policy after this many iterations, of a checkpoint that is kept; of several policies each in a folder.
 
     iteration: None for the one with the highest validation success. Others as in `export`. Raises ConfigError or RunError.
