@@ -26,7 +26,7 @@ import numpy as np
 from hgpo_jax.config import Config
 from hgpo_jax.policy.answers import THINK, THINK_END, split_thought
 from hgpo_jax.policy.chat_template import sanitized
-from hgpo_jax.rollout.chat_prompts import NO_CHAT, Prompt, load_template
+from hgpo_jax.rollout.chat_prompts import NO_CHAT, Prompt, PromptInput, load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
@@ -117,7 +117,7 @@ class ServedPolicy:
         seed: for the samples.
         Returns: as in `evaluation.play_held_out`; the Episodes hold no tokens.
         """
-        count, limit = self._config.evaluation.episodes, self._config.rollout.response_limit
+        count = self._config.evaluation.episodes
         tasks = task_numbers("held_out", None, range(count), self._spec.num_tasks)
         episodes = Episodes.zeros(count, self._spec.max_turns, 1, 1)
         buffer = EpisodeBuffer(episodes, np.arange(count), self._config.rollout.history_length, self._config.env.strict)
@@ -135,9 +135,8 @@ class ServedPolicy:
                     pending -= 1
                     output = with_budget(output, episode, self._config.env.budgets)
                     if buffer.add_output(episode, output):
-                        message = sanitized(self._template.render(buffer.prompt_input(episode)))
-                        draw = np.random.SeedSequence([seed, episode, buffer.turn(episode)]).generate_state(1)[0]
-                        requests[pool.submit(self._ask, self._client, message, decoding, int(draw) % 2**31, limit)] = episode
+                        draw = seed, episode, buffer.turn(episode)
+                        requests[pool.submit(self._answer, buffer.prompt_input(episode), decoding, draw)] = episode
                     else:
                         ended += 1
                         won += isinstance(output, EnvOutput) and bool(output.won)
@@ -175,6 +174,12 @@ class ServedPolicy:
 
     def _describe_error(self, error: Exception) -> str:
         return f"{self._policy}: {one_line(f'{type(error).__name__}: {error}')[:300]}"
+
+    def _answer(self, prompt: PromptInput, decoding: Decoding, draw: tuple[int, ...]) -> _Answer:
+        """Asks for an answer to a prompt. draw: makes the seed of its sample."""
+        seed = int(np.random.SeedSequence(draw).generate_state(1)[0]) % 2**31
+        message = sanitized(self._template.render(prompt))
+        return self._ask(self._client, message, decoding, seed, self._config.rollout.response_limit)
 
     def _ask(self, client, message: str, decoding: Decoding, seed: int, limit: int) -> _Answer:
         """Asks the server for an answer of at most `limit` tokens to one user message. Raises ValueError if there is none."""

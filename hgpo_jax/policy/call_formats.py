@@ -17,6 +17,7 @@ CALL, CALL_END = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 # What reading a call may raise: it is no JSON, nested too deeply, or has not the parts of a call.
 NO_CALL = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _CALL_OR_THINK = re.compile(f"{CALL}|{THINK}")
 _SPACE, _SEPARATOR = re.compile(r"\s*"), re.compile(r"\s*;?\s*")
 _JSON = json.JSONDecoder()
@@ -303,7 +304,13 @@ def _checked(name: Any, arguments: Any) -> Call:
     if not (isinstance(name, str) and isinstance(arguments, dict) and name.isprintable()):
         raise TypeError("a call has a name and an object of arguments")
     json.dumps(arguments, allow_nan=False)
-    return Call(name, arguments)
+    return Call(name, without_surrogates(arguments))
+
+
+def without_surrogates(value: Any) -> Any:
+    """Returns a JSON value with U+FFFD in place of lone surrogates, as an escape may spell them; many clients take none."""
+    written = json.dumps(value, ensure_ascii=False)
+    return json.loads(_SURROGATE.sub("\ufffd", written)) if _SURROGATE.search(written) else value
 
 
 _WORDS = {"True": True, "False": False, "None": None}  # as chat templates written in Jinja spell them

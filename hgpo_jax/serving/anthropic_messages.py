@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Any, Literal
@@ -21,13 +22,18 @@ from hgpo_jax.serving.requests import (
     SamplingBody,
     SamplingRequest,
     StopStrings,
+    TooLong,
     function_call,
     function_tool,
     or_text,
     parse,
     strict_tools,
+    tool_result,
 )
 
+# A line that Claude Code puts before its system prompt, with a number that differs from request to request: no turn would go on
+# from another, nothing that was read be used again, and no two episodes begin alike.
+_BILLING = re.compile(r"\Ax-anthropic-billing-header:[^\n]*\n*")
 # The `type` of an error by its status; of others `api_error` from 500 on, else `invalid_request_error`.
 ERRORS = {
     401: "authentication_error",
@@ -54,12 +60,14 @@ class ToolUse(OpenBody):
     """A call in an earlier answer."""
 
     type: Literal["tool_use"]
+    id: Any = None
     name: str
     input: dict[str, Any] = Field(default_factory=dict)
 
 
 class ToolResult(OpenBody):
     type: Literal["tool_result"]
+    tool_use_id: Any = None
     content: Annotated[list[Text], or_text("text")] = Field(default_factory=list)
 
 
@@ -89,14 +97,14 @@ class Message(OpenBody):
     def plain(self) -> list[dict[str, Any]]:
         """Returns the message as chat templates take it, to which each result of a tool is a message of its own."""
         if self.role == "assistant":
-            calls = [function_call(block.name, block.input) for block in self.content if isinstance(block, ToolUse)]
+            calls = [function_call(block.name, block.input, block.id) for block in self.content if isinstance(block, ToolUse)]
             return [{"role": "assistant", "content": _text(self.content)} | ({"tool_calls": calls} if calls else {})]
         messages: list[dict[str, Any]] = []
         for are_texts, blocks in itertools.groupby(self.content, lambda block: isinstance(block, Text)):
             if are_texts:
                 messages.append({"role": self.role, "content": _text(blocks)})
             else:
-                messages += [{"role": "tool", "content": _text(block.content)} for block in blocks]  # type: ignore[union-attr]
+                messages += [tool_result(_text(block.content), block.tool_use_id) for block in blocks]  # type: ignore[union-attr]
         return messages
 
 
@@ -155,7 +163,8 @@ class MessagesBody(SamplingBody):
         if self.messages[-1].role == "assistant":
             last = "the last one is the assistant's, from which this server does not go on"
             raise ApiError(400, f"messages: {last}", param="messages")
-        system = [{"role": "system", "content": _text(self.system)}] if self.system else []
+        blocks = [text for block in self.system if (text := _BILLING.sub("", block.text, count=1))]
+        system = [{"role": "system", "content": "".join(blocks)}] if blocks else []
         tools = [] if self.tool_choice.type == "none" else self.tools
         conversation = Conversation(
             [*system, *(plain for message in self.messages for plain in message.plain())],
@@ -218,7 +227,10 @@ class Messages(Dialect):
     @staticmethod
     def error(error: ApiError) -> dict[str, Any]:
         kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        message = error.message
+        if isinstance(error, TooLong):  # in Anthropic's words, by which its clients know when to compact a conversation
+            message = f"prompt is too long: {error.length} {error.unit} > {error.limit} maximum"
+        return {"type": "error", "error": {"type": kind, "message": message}}
 
     def _message(self, exchange: Exchange, content: list[dict[str, Any]]) -> dict[str, Any]:
         """Builds a message that has not ended."""

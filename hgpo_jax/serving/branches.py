@@ -15,7 +15,7 @@ from hgpo_jax.serving.sessions import Turn
 from hgpo_jax.serving.text import ServedText
 
 
-def parent_of(texts: ServedText, conversation: Conversation, turns: Sequence[Turn], branch: str) -> int | None:
+def parent_of(conversation: Conversation, turns: Sequence[Turn], branch: str) -> int | None:
     """Returns the number of the turn that a request continues or branches off from; None if it begins anew.
 
     That is the turn of the longest prompt whose messages and answer the conversation extends. A request that names a branch
@@ -28,7 +28,7 @@ def parent_of(texts: ServedText, conversation: Conversation, turns: Sequence[Tur
     same = [number for number, turn in enumerate(turns) if turn.name == branch]
     if branch and same:
         return same[-1]
-    extended = [number for number, turn in enumerate(turns) if _extends(texts, conversation, turn)]
+    extended = [number for number, turn in enumerate(turns) if _extends(messages, turn)]
     if extended:
         return max(extended, key=lambda number: (len(turns[number].messages), number))
     alike = [number for number in same if _of("system", turns[number].messages) == _of("system", messages)]
@@ -50,20 +50,22 @@ def path(turns: Sequence[Turn], number: int | None) -> list[Turn]:
 def prompt_ids(texts: ServedText, conversation: Conversation, beginning: str, turns: Sequence[Turn]) -> list[int]:
     """Builds a prompt as `ServedText.conversation` does; messages that are answers of these turns, in order, keep their ids.
 
+    The last messages are those of the last turns: earlier ones, which another branch may have said word for word, come after.
     An answer that called tools becomes a text again, if the template would show exactly this text for it.
     """
-    messages, sampled, at = list(conversation.messages), dict[int, list[int]](), 0
-    for number, message in enumerate(conversation.messages):
+    messages, sampled, left = list(conversation.messages), dict[int, list[int]](), len(turns)
+    for number in reversed(range(len(messages))):
+        message = messages[number]
         if message["role"] != "assistant":
             continue
-        for later, turn in enumerate(turns[at:], at):
+        for earlier in reversed(range(left)):
+            turn = turns[earlier]
             text = turn.beginning + turn.text
-            parser = texts.parser(conversation.tools, turn.beginning, conversation.thinking)
-            if not _is_answer(message, text, parser) or (ids := texts.sampled(turn.tokens, turn.text)) is None:
+            if not _is_answer(message, text, turn.parser) or (ids := texts.sampled(turn.tokens, turn.text)) is None:
                 continue
             written = {"role": "assistant", "content": text}
             if not message.get("tool_calls") or texts.show_the_same(message, written, conversation.tools):
-                messages[number], sampled[number], at = written, texts.tags(turn.beginning) + ids, later + 1
+                messages[number], sampled[number], left = written, texts.tags(turn.beginning) + ids, earlier
                 break
     return texts.conversation(messages, conversation.tools, beginning, sampled, conversation.thinking)
 
@@ -72,16 +74,16 @@ def _of(role: str, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [message for message in messages if message["role"] == role]
 
 
-def _extends(texts: ServedText, conversation: Conversation, turn: Turn) -> bool:
-    """Whether a conversation is a turn's prompt, its answer and more.
+def _extends(messages: Sequence[dict[str, Any]], turn: Turn) -> bool:
+    """Whether a conversation of these messages is a turn's prompt, its answer and more, with whatever tools.
 
     The answer may lack its thought, spaces around it, and calls that the client was not told.
     """
-    messages, length = conversation.messages, len(turn.messages)
+    length = len(turn.messages)
     if not 0 < length < len(messages) or messages[length]["role"] != "assistant" or messages[:length] != turn.messages:
         return False
     text, said = turn.beginning + turn.text, messages[length]["content"].strip()
-    answer = texts.parser(conversation.tools, turn.beginning, conversation.thinking).parse(text)
+    answer = turn.parser.parse(text)
     told = [call["function"] for call in messages[length].get("tool_calls", ())]
     calls = [call._asdict() for call in answer.calls]
     if not told and said == text.strip():

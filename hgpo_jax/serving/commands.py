@@ -25,6 +25,11 @@ _ADDRESS = re.compile(
     r"(OPENAI|ANTHROPIC)_(\w*(BASE|BASE_URL|API_URL|KEY|TOKEN|HEADERS|SOCKET)|API_TYPE|API_VERSION|ORG_ID|ORGANIZATION|PROJECT\w*)"
     r"|CLAUDE_CODE_(USE_(BEDROCK|VERTEX|FOUNDRY)|OAUTH_TOKEN)"
 )
+USUAL = {
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",  # a number in the system prompt that differs from request to request
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+}
 MOMENT = 0.5  # seconds between looks at what a command does
 # Kinds of failures. No answer is to blame for the first; the metrics have the share of each as `failed/KIND`.
 KINDS = INFRASTRUCTURE, CRASH, CONTEXT, SILENCE, NO_REWARD = "infrastructure", "crash", "context", "silence", "no_reward"
@@ -195,15 +200,13 @@ def fork_server(command: Sequence[str], preload: Sequence[str]) -> ForkServer:
 
 
 def _environment(host: str) -> dict[str, str]:
-    """Returns a command's environment: an agent needs no accelerator, must not use a proxy for the trainer's machine, asks
-    nobody but the policy and reports to nobody else. host: that machine's address."""
+    """Returns a command's environment: an agent needs no accelerator, must not use a proxy for the trainer's machine and asks
+    nobody but the policy. Unless variables say otherwise, it reports to nobody, and Claude Code asks for its task alone,
+    with equal prompts at equal states. host: that machine's address."""
     local = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), host]))
     kept = {name: value for name, value in os.environ.items() if not _ADDRESS.fullmatch(name)}
-    return (
-        {"OPENAI_AGENTS_DISABLE_TRACING": "1"}
-        | kept
-        | {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()}
-    )
+    ours = {"JAX_PLATFORMS": "cpu", "NO_PROXY": local, "no_proxy": local, "PATH": _path()}
+    return USUAL | kept | ours
 
 
 def _path() -> str:

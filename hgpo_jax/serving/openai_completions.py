@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -29,6 +30,7 @@ from hgpo_jax.serving.requests import (
     or_text,
     parse,
     strict_tools,
+    tool_result,
 )
 
 
@@ -68,6 +70,7 @@ class TemplateOptions(OpenBody):
 class ToolCall(OpenBody):
     """A tool call in an assistant's message."""
 
+    id: Any = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -78,6 +81,7 @@ class Message(OpenBody):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[Part] | None, or_text("text")] = None
     tool_calls: list[ToolCall] | None = None
+    tool_call_id: Any = None
 
     @pydantic.model_validator(mode="after")
     def _says_something(self):
@@ -90,9 +94,12 @@ class Message(OpenBody):
     def plain(self) -> dict[str, Any]:
         """Returns the message as a chat template takes it."""
         text = "".join(part.text for part in self.content or ())
+        if self.role == "tool":
+            return tool_result(text, self.tool_call_id)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
-            message["tool_calls"] = [function_call(call.function.name, call.function.arguments) for call in self.tool_calls]
+            calls = ((call.function.name, call.function.arguments, call.id) for call in self.tool_calls)
+            message["tool_calls"] = list(itertools.starmap(function_call, calls))
         return message
 
 

@@ -30,6 +30,7 @@ from hgpo_jax.serving.requests import (
     or_text,
     parse,
     strict_tools,
+    tool_result,
 )
 
 LOGPROBS = "message.output_text.logprobs"  # what `include` may ask for
@@ -53,10 +54,12 @@ class Message(OpenBody):
 
 class FunctionCall(CalledFunction):
     type: Literal["function_call"]
+    call_id: Any = None
 
 
 class FunctionCallOutput(OpenBody):
     type: Literal["function_call_output"]
+    call_id: Any = None
     output: Annotated[list[Part], or_text("input_text")]
 
 
@@ -160,11 +163,11 @@ class ResponsesBody(SamplingBody):
                 role = "system" if item.role == "developer" else item.role
                 messages.append({"role": role, "content": _text(item.content)})
             elif isinstance(item, FunctionCallOutput):
-                messages.append({"role": "tool", "content": _text(item.output)})
+                messages.append(tool_result(_text(item.output), item.call_id))
             elif isinstance(item, FunctionCall):
                 if not (messages and messages[-1]["role"] == "assistant"):
                     messages.append({"role": "assistant", "content": ""})
-                messages[-1].setdefault("tool_calls", []).append(function_call(item.name, item.arguments))
+                messages[-1].setdefault("tool_calls", []).append(function_call(item.name, item.arguments, item.call_id))
         return messages
 
 

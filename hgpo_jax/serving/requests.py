@@ -15,7 +15,8 @@ from typing import Annotated, Any, TypeVar
 import pydantic
 from pydantic import BeforeValidator, Field
 
-from hgpo_jax.serving.tool_results import tool_state
+from hgpo_jax.policy.call_formats import without_surrogates
+from hgpo_jax.serving.tool_results import in_order, tool_state
 from hgpo_jax.utils.errors import one_line
 
 # Of a request's place (`sessions.Place`), what may also stand beside its metadata; values of other forms are ignored there.
@@ -42,8 +43,9 @@ CHANGING: dict[str, tuple] = {
 }
 # Fields that need not have an effect here, so that nobody is told of them.
 SILENT = frozenset(["user", "store", "include_obfuscation"]) | frozenset(
-    ["name", "id", "call_id", "tool_call_id", "tool_use_id", "index", "status", "annotations"]  # of earlier answers
+    ["name", "id", "call_id", "index", "status", "annotations"]  # of earlier answers
 )
+_MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
 AnyBody = TypeVar("AnyBody", bound=pydantic.BaseModel)
 StopStrings = Annotated[
@@ -67,11 +69,24 @@ class ApiError(Exception):
         self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
 
 
+class TooLong(ApiError):
+    """An answer to a prompt of more tokens, or of more characters than these can have, than are read.
+
+    The words are those of OpenAI's API, by which clients know this error.
+    """
+
+    def __init__(self, length: int, limit: int, unit: str = "tokens"):
+        read = f"this model's maximum context length is {limit:,} tokens, and the prompt has {length:,}"
+        super().__init__(400, read if unit == "tokens" else f"{read} {unit}", code="context_length_exceeded")
+        self.length, self.limit, self.unit = length, limit, unit
+
+
 @dataclasses.dataclass
 class Conversation:
     """A prompt of messages.
 
-    messages, tools: as a chat template takes them. call: the tool that the answer must call, "" for any; None if it need not.
+    messages, tools: as a chat template takes them; messages are put `in_order`.
+    call: the tool that the answer must call, "" for any; None if it need not.
     thinking: whether the answer begins with a thought, if the chat template has a switch for it; None: the template's default.
     strict: the tools whose arguments must be what their schemas say.
     """
@@ -84,6 +99,7 @@ class Conversation:
 
     def __post_init__(self):
         """Raises ApiError for a tool that is to be called and is not there."""
+        self.messages = in_order(self.messages)
         names = [tool["function"]["name"] for tool in self.tools]
         if self.call and self.call not in names:
             raise ApiError(400, f"tool_choice: {self.call[:50]!r} is none of the tools", param="tool_choice")
@@ -248,15 +264,34 @@ def strict_tools(tools: Iterable[Any]) -> frozenset[str]:
     return frozenset(tool.name for tool in tools if tool.strict)
 
 
-def function_call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Builds a call in an earlier answer, as a chat template takes it."""
-    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+def function_call(name: str, arguments: dict[str, Any], identity: Any) -> dict[str, Any]:
+    """Builds a call in an earlier answer, as a chat template takes it. identity: the call's id, None without one."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return call if identity is None else call | {"id": identity}
+
+
+def tool_result(content: str, identity: Any) -> dict[str, Any]:
+    """Builds the result of the call with this id, as a chat template takes it."""
+    return {"role": "tool", "content": content, "tool_call_id": identity}
+
+
+def _without_surrogates(body: bytes | bytearray) -> bytes | bytearray:
+    """Returns a body without lone surrogates, as texts have them that were cut inside a character; pydantic takes none.
+
+    What is no JSON is returned as it is.
+    """
+    try:
+        return json.dumps(without_surrogates(json.loads(body)), ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return body
 
 
 def parse(model: type[AnyBody], body: bytes | bytearray | dict[str, Any]) -> AnyBody:
     """Parses a request's body, or fields of a request. Raises ApiError, in a line that names the field."""
     try:
-        return model.model_validate(body) if isinstance(body, dict) else model.model_validate_json(body)
+        if isinstance(body, dict):
+            return model.model_validate(body)
+        return model.model_validate_json(_without_surrogates(body) if _MAY_BE_SURROGATE.search(body) else body)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # A location also names members of unions and validators, such as list[int].

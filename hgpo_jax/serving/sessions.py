@@ -19,6 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import pydantic
 
+from hgpo_jax.policy.answers import AnswerParser
 from hgpo_jax.rollout.chat_prompts import ParsedResponse, Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
@@ -86,10 +87,11 @@ class Place(Body):
 def place_of(headers: Mapping[str, str], metadata: Mapping, *, opens: bool) -> Place:
     """Returns the place of a request. opens: whether it says its session and task, which its key tells otherwise.
 
-    Raises ApiError.
+    Numbers in the metadata are read as texts. Raises ApiError.
     """
     names = [name for name in Place.model_fields if opens or name not in ("session_id", "task_id")]
-    return parse(Place, {name: headers.get(f"x-{name.replace('_', '-')}") or metadata.get(name) for name in names})
+    given = {name: str(value) if type(value) is int else value for name, value in metadata.items()}
+    return parse(Place, {name: headers.get(f"x-{name.replace('_', '-')}") or given.get(name) for name in names})
 
 
 @dataclasses.dataclass
@@ -101,8 +103,9 @@ class Turn:
     finished: whether the answer ended by itself or at a stop string, not at its limit.
     beginning: that of the answer, if it is part of the prompt. key: the request's Idempotency-Key. delivered: whether the whole
       answer has been sent to a client that was still connected.
-    messages: those of the prompt; none if it is a text. parent: the number of the turn that it continues or branches off from;
-      None if it begins anew. name: the name of the branch in its request, "" without one. branch: its branch's number.
+    messages: those of the prompt; none if it is a text. parser: that of the answer.
+    parent: the number of the turn that it continues or branches off from; None if it begins anew. name: the name of the branch
+      in its request, "" without one. branch: its branch's number.
     """
 
     ids: list[int]
@@ -117,6 +120,7 @@ class Turn:
     reward: float = 0.0
     admissible: bool = True
     messages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    parser: AnswerParser = dataclasses.field(default_factory=AnswerParser)
     parent: int | None = None
     name: str = ""
     branch: int = 0
@@ -165,6 +169,8 @@ class Session:
         self._moved_on: set[str] = set()  # names of branches with a new request since their last turn
         self._named: dict[str, int] = {}  # a branch's name -> its number
         self._last: list[int] = []  # the number of each branch's last turn
+        self._given: dict[str | None, tuple[RewardRequest, int]] = {}  # by Idempotency-Key: rewards, and the turns there were
+        self._described: dict | None = None  # of one whose turns have gone
         self._heard = time.monotonic()
 
     @property
@@ -284,8 +290,22 @@ class Session:
         branch = self.branches if turn.parent is None else self.turns[turn.parent].branch
         return branch if branch == self.branches or self._last[branch] == turn.parent else self.branches
 
-    def post(self, posted: RewardRequest) -> None:
-        """Accepts a reward. Raises ApiError."""
+    def has_been_given(self, posted: RewardRequest, key: str | None, again: bool) -> bool:
+        """Whether a reward is one that was accepted: of this Idempotency-Key, or the last one, if its client sends it `again`.
+
+        Clients repeat what they have no answer to, and a reward may wait for one for long. If another turn has come since, a
+        repeated one is not the last: it was lost on its way.
+        """
+        if key:
+            return self._given.get(key, (None,))[0] == posted
+        return again and self._given.get(None) == (posted, len(self.turns))
+
+    def post(self, posted: RewardRequest, key: str | None = None) -> None:
+        """Accepts a reward, with its Idempotency-Key. Raises ApiError."""
+        self._accept(posted)
+        self._given |= dict.fromkeys([None, key], (posted, len(self.turns)))
+
+    def _accept(self, posted: RewardRequest) -> None:
         count = len(self.turns)
         if not count and posted.ends:
             self.ended = True  # without anything to learn from
@@ -312,8 +332,17 @@ class Session:
 
     def describe(self) -> dict:
         """Describes the session for clients."""
+        if self._described:
+            return self._described
         counts = {"turns": len(self.turns), "branches": self.branches}
         return {"id": self.name, "object": "session", **counts, "reward": self.reward, "ended": self.ended}
+
+    def without_turns(self) -> Session:
+        """Returns what remains of an ended session: it describes itself as before, and accepts nothing more."""
+        rest = Session(self.name, self.max_turns)
+        rest.ended, rest._described = True, self.describe()
+        rest._given = {key: (posted, 0) for key, (posted, _) in self._given.items()}
+        return rest
 
 
 class Sessions:
@@ -345,7 +374,8 @@ class OpenSessions:
 
     Args:
       max_turns: maximum turns of a session.
-      most: maximum number of open sessions; beyond it, those that have been silent for an hour make room.
+      most: maximum number of open sessions; beyond it, those that have been silent for an hour make room. So many that have
+        ended are remembered, too, whose names cannot be used again: a last request may come after the last reward.
       done: called with each session that ends.
 
     Attributes:
@@ -355,6 +385,7 @@ class OpenSessions:
     def __init__(self, max_turns: int, most: int, done: Callable[[Session], None]):
         self._max_turns, self._most, self._done = max_turns, most, done
         self._by_name: dict[str, Session] = {}
+        self._past: dict[str, Session] = {}
         self.abandoned = 0
 
     def __len__(self) -> int:
@@ -364,6 +395,8 @@ class OpenSessions:
         name = place.session_id
         if name is None:
             return None
+        if name in self._past:
+            return self._past[name]
         if name not in self._by_name and len(self._by_name) >= self._most:
             self._forget_silent()
         if name not in self._by_name and len(self._by_name) >= self._most:
@@ -375,9 +408,9 @@ class OpenSessions:
         return session
 
     def find(self, key: str, name: str) -> Session:
-        if name not in self._by_name:
-            raise ApiError(404, f"there is no session {name[:100]!r}, or it has ended")
-        return self._by_name[name]
+        if name not in self._by_name and name not in self._past:
+            raise ApiError(404, f"there is no session {name[:100]!r}")
+        return self._past.get(name) or self._by_name[name]
 
     def _forget_silent(self) -> None:
         """Drops sessions with nothing to keep, and those that seem to be abandoned."""
@@ -387,7 +420,10 @@ class OpenSessions:
                 del self._by_name[name]
 
     def ended(self, session: Session) -> None:
-        """Drops a session whose last reward has arrived."""
+        """Drops a session whose last reward has arrived, and remembers its name."""
+        self._past[session.name] = session.without_turns()
+        if len(self._past) > self._most:
+            del self._past[next(iter(self._past))]  # the first one
         self._done(self._by_name.pop(session.name))
 
 

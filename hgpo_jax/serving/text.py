@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,12 +71,22 @@ class ServedText:
         """Builds the prompt that asks for the assistant's next message, or for the rest of one with this beginning.
 
         The beginning follows a thought that the template has opened, and is not part of it. sampled: number of a message -> the
-        ids of its content, used instead of encoding it. Raises ValueError if the chat template rejects a message.
+        ids of its content, used instead of encoding it. Several system messages at the beginning are joined where the template
+        does not take them. Raises ValueError if the chat template rejects a message.
         """
         if frame := self.frame_with(thinking):
             if beginning and frame.inside_thought:
                 beginning = f"\n{THINK_END}\n\n{beginning}"
-            return frame.conversation(messages, tools, sampled) + self.tags(beginning)
+            try:
+                ids = frame.conversation(messages, tools, sampled)
+            except ValueError:
+                system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
+                if len(system) < 2:
+                    raise
+                joined = {"role": "system", "content": "\n\n".join(message["content"] for message in system)}
+                moved = {number - len(system) + 1: ids for number, ids in (sampled or {}).items()}
+                ids = frame.conversation([joined, *messages[len(system) :]], tools, moved)
+            return ids + self.tags(beginning)
         if tools:
             raise ValueError("tools: this policy's chat template does not show any; leave them out")
         return [*self.prompt(messages[-1]["content"]), self._tokenizer.convert_tokens_to_ids(ACT)]

@@ -1,4 +1,6 @@
-"""The default state of an agent that has called tools: its last calls and what they returned, without what always differs.
+"""Results of tools: in the order of their calls; and the default state of an agent that has called tools.
+
+That state is its last calls and what they returned, without what always differs.
 
 A result often holds a time, a duration or a name that was drawn at random, so no two visits of a state would be equal. These
 parts are replaced by what they are. In a call's arguments only the random names are: a date there is the policy's own choice.
@@ -68,8 +70,9 @@ def _replace(text: str, kinds: dict[str, tuple[str, ...]]) -> str:
 def tool_state(messages: Sequence[dict[str, Any]]) -> str | None:
     """Returns the state of a conversation in which results of tools follow the assistant's last message; None for another.
 
-    It has every result, each after its call, and then the texts that follow, as agents add reminders ("Continue."). Results are
-    assumed to be in the order of the calls.
+    It has every result, each after its call, and then the texts that follow, as agents add reminders ("Continue.").
+
+    messages: with the results `in_order`.
     """
     last = max((number for number, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     first = next((number for number, message in enumerate(messages) if number > last and message["role"] == "tool"), None)
@@ -81,6 +84,36 @@ def tool_state(messages: Sequence[dict[str, Any]]) -> str | None:
     results += [message["content"] for message in since if message["role"] != "tool"]
     named = [without_random_names(f"{call['name']} {_canonical(call['arguments'])}\n") for call in calls] + [""] * len(results)
     return "\n".join(call + without_varying_parts(result) for call, result in zip(named, results, strict=False))
+
+
+def in_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a conversation in which the results of tools are in the order of the calls, without the calls' ids.
+
+    Clients that call several tools at once send the results as they arrive. Templates show no ids, and so would show a result
+    in another call's place. One whose call is not there comes last.
+
+    messages: as a chat template takes them, calls with `id` and results with `tool_call_id` where the client gave them.
+    """
+    ordered, calls = [dict(message) for message in messages], list[Any]()
+    places: list[int] = []  # of the results since the last calls
+    for number, message in enumerate([*ordered, {"role": "assistant"}]):
+        if message["role"] == "tool":
+            places.append(number)
+        elif message["role"] == "assistant":
+            results = [ordered[place] for place in places]
+            results.sort(key=lambda result: _place(result.get("tool_call_id"), calls))
+            for place, result in zip(places, results, strict=True):
+                ordered[place] = result
+            calls, places = [call.get("id") for call in message.get("tool_calls", ())], []
+    for message in ordered:
+        message.pop("tool_call_id", None)
+        if "tool_calls" in message:
+            message["tool_calls"] = [{field: call[field] for field in call if field != "id"} for call in message["tool_calls"]]
+    return ordered
+
+
+def _place(identity: Any, calls: Sequence[Any]) -> int:
+    return calls.index(identity) if identity in calls else len(calls)
 
 
 def _canonical(arguments: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@
     POST /v1/sessions/NAME/reward                                              for a recorded episode (`sessions.py`)
     GET /v1/models, /health
 
+Clients whose base URL lacks /v1 are answered, too.
 A request without room is answered 429 with Retry-After; if its client leaves, its slots are released. The header X-Ignored
 names fields of the request that were ignored. Another dialect is a class (`dialect.Dialect`) and a line in DIALECTS.
 """
@@ -19,6 +20,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
@@ -40,7 +42,7 @@ from hgpo_jax.serving.exchange import Exchange, ServedPrompt
 from hgpo_jax.serving.grammars import INSTALL, Grammars
 from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions
 from hgpo_jax.serving.openai_responses import Responses
-from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest, parse
+from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest, TooLong, parse
 from hgpo_jax.serving.sessions import OpenSessions, Place, RewardRequest, Session, Sessions, Turn, place_of
 from hgpo_jax.serving.text import ServedText
 from hgpo_jax.serving.uvicorn_server import is_loopback
@@ -48,14 +50,13 @@ from hgpo_jax.serving.uvicorn_server import is_loopback
 log = logging.getLogger(__name__)
 
 DIALECTS: dict[str, type[Dialect]] = {
-    "/v1/chat/completions": ChatCompletions,
-    "/v1/completions": TextCompletions,
-    "/v1/responses": Responses,
-    "/v1/messages": Messages,
+    "/chat/completions": ChatCompletions,
+    "/completions": TextCompletions,
+    "/responses": Responses,
+    "/messages": Messages,
 }
-COUNT_TOKENS = "/v1/messages/count_tokens"
+COUNT_TOKENS = "/messages/count_tokens"
 GRACE = 30.0  # timeout in seconds for a body to arrive, and for the rest of an answer to be read
-TOO_LONG = "context_length_exceeded"
 
 
 class Api:
@@ -93,14 +94,14 @@ class Api:
         self._texts, self._began = ServedText(tokenizer, frame), int(time.time())
         # In training a session's own decoding applies.
         self._usual = Decoding() if isinstance(sessions, Sessions) else published_decoding(generation_of(tokenizer))
+        posted: dict[str, Any] = {path: functools.partial(self._endpoint, kind) for path, kind in DIALECTS.items()}
+        posted |= {"/sessions/{name}/reward": self._reward, COUNT_TOKENS: self._count_tokens}
+        read = {"/models": self._models, "/models/{name:path}": self._a_model}
         self._app = Starlette(
             routes=[
                 Route("/health", self._health),
-                Route("/v1/models", self._models),
-                Route("/v1/models/{name:path}", self._a_model),
-                Route("/v1/sessions/{name}/reward", self._reward, methods=["POST"]),
-                Route(COUNT_TOKENS, self._count_tokens, methods=["POST"]),
-                *(Route(path, functools.partial(self._endpoint, kind), methods=["POST"]) for path, kind in DIALECTS.items()),
+                *(Route(base + path, answer) for base in ("/v1", "") for path, answer in read.items()),
+                *(Route(base + path, answer, methods=["POST"]) for base in ("/v1", "") for path, answer in posted.items()),
             ],
             exception_handlers={kind: _respond_to_error for kind in (ApiError, HTTPException, ClientDisconnect, Exception)},
         )
@@ -119,11 +120,15 @@ class Api:
     def _admit(self, request: Request) -> None:
         """Raises ApiError for a request without the key, or, on a server without one, from a page in a browser."""
         if self._allows:
-            if request.url.path != "/health" and not self._allows(_key_of(request)):
+            if request.url.path != "/health" and not any(map(self._allows, _keys_in(request))):
                 raise ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
         # A page in this machine's browser can reach local servers, also under a host name of its own.
         elif not all(_is_local(request.headers[name]) for name in ("host", "origin") if name in request.headers):
             raise ApiError(403, "without a key only this machine's own programs are answered", "permission_error")
+
+    def _key_of(self, request: Request) -> str:
+        """Returns the key by which a request was admitted, "" on a server without one."""
+        return next(filter(self._allows, _keys_in(request))) if self._allows else ""
 
     async def _health(self, request: Request) -> Response:
         if self._engine.failure:
@@ -162,11 +167,17 @@ class Api:
         if self._sessions is None:
             raise ApiError(404, "this server records no sessions; start it with --record FOLDER")
         posted = parse(RewardRequest, await self._body(request))
-        session = self._sessions.find(_key_of(request), request.path_params["name"])
-        async with session.in_line(self._time_limit, session.waits_for(posted)):
-            session.post(posted)
-        if session.ended:
-            self._sessions.ended(session)
+        session = self._sessions.find(self._key_of(request), request.path_params["name"])
+        key, again = _repetition(request)
+        try:
+            async with session.in_line(self._time_limit, session.waits_for(posted)):
+                if not session.has_been_given(posted, key, again):
+                    session.post(posted, key)
+                    if session.ended:
+                        self._sessions.ended(session)
+        except ApiError:
+            if not session.has_been_given(posted, key, again):
+                raise
         return JSONResponse(session.describe())
 
     async def _count_tokens(self, request: Request) -> Response:
@@ -191,7 +202,7 @@ class Api:
         if self._sessions is not None:  # otherwise an application's own metadata may hold anything
             opens = isinstance(self._sessions, OpenSessions)
             place = place_of(request.headers, dialect.request.metadata, opens=opens)
-            session = self._sessions.of(_key_of(request), place)
+            session = self._sessions.of(self._key_of(request), place)
         if session and sampling.n > 1:
             raise ApiError(400, f"n: {sampling.n} answers are no turn of a session; ask for one", param="n")
         name = place.branch_id or ""
@@ -208,9 +219,7 @@ class Api:
                     events = self._events(dialect, exchange)
                     response: Response = StreamingResponse(events, headers=headers, media_type="text/event-stream")
                 elif await _stays(receive, exchange):
-                    # A call's arguments may hold surrogates, which only an escape can write.
-                    whole = json.dumps(dialect.response(exchange), allow_nan=False)
-                    response = Response(whole, headers=headers, media_type="application/json")
+                    response = JSONResponse(dialect.response(exchange), headers=headers)
                 else:
                     return
                 stays = not (sampling.stream or await request.is_disconnected())
@@ -233,7 +242,7 @@ class Api:
             turns = list(session.turns) if session else []  # other branches may go on meanwhile
             return await asyncio.to_thread(self._encode, sampling.prompt, turns, branch)
         except ApiError as error:
-            if session and error.code == TOO_LONG:
+            if session and isinstance(error, TooLong):
                 session.check_turns()  # the length of a surplus turn does not matter
                 session.overflowed = True
             raise
@@ -242,14 +251,14 @@ class Api:
         """Raises ApiError for a prompt that is none, or too long; the length of a text is checked first."""
         limit = self._engine.prompt_limit
         if (characters := sum(map(len, _texts_in(prompt)))) > limit * MAX_CHARACTERS_PER_TOKEN:
-            raise ApiError(400, f"the prompt has {characters:,} characters, this server reads {limit:,} tokens", code=TOO_LONG)
+            raise TooLong(characters, limit, "characters")
         served = self._prompt_of(prompt, turns, branch)
         if not served.ids:
             raise ApiError(400, "the prompt is empty")
         if max(served.ids) >= self._engine.vocabulary:
             raise ApiError(400, f"prompt: {max(served.ids)} is no token id of this model", param="prompt")
         if len(served.ids) > limit:
-            raise ApiError(400, f"the prompt has {len(served.ids):,} tokens, this server reads {limit:,} tokens", code=TOO_LONG)
+            raise TooLong(len(served.ids), limit)
         return served
 
     def _prompt_of(self, prompt: Conversation | str | list[int], turns: Sequence[Turn], branch: str) -> ServedPrompt:
@@ -257,14 +266,14 @@ class Api:
         if isinstance(prompt, Conversation):
             beginning = self._texts.call_beginning(prompt.tools, prompt.call)
             try:
-                parent = parent_of(self._texts, prompt, turns, branch)
+                parent = parent_of(prompt, turns, branch)
                 ids = prompt_ids(self._texts, prompt, beginning, turns if parent is None else path(turns, parent))
             except ValueError as error:
                 raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
             parser = self._texts.parser(prompt.tools, beginning, prompt.thinking)
             return ServedPrompt(ids, beginning or self._texts.opened_thought(prompt.thinking), parser, parent)
         ids = self._texts.prompt(prompt) if isinstance(prompt, str) else prompt
-        return ServedPrompt(ids, parent=parent_of(self._texts, Conversation([]), turns, branch))
+        return ServedPrompt(ids, parent=parent_of(Conversation([]), turns, branch))
 
     def _constrained(self, dialect: Dialect, prompt: ServedPrompt, session: Session | None) -> ServedPrompt:
         """Returns a prompt with the constraints of its answers. Raises ApiError for a schema that cannot be enforced."""
@@ -308,7 +317,7 @@ def _log_once(name: str, consequence: str) -> None:
 
 def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt: ServedPrompt, place: Place) -> Turn:
     """Returns the turn that a request becomes in its session, or that it repeats. Raises ApiError."""
-    key, again = request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0") != "0"
+    key, again = _repetition(request)
     name = place.branch_id or ""
     if turn := session.repeated(prompt.ids, name, key, again):
         return turn
@@ -323,6 +332,7 @@ def _turn(request: Request, sampling: SamplingRequest, session: Session, prompt:
         beginning=prompt.beginning,
         key=key,
         messages=conversation.messages if conversation else [],
+        parser=prompt.parser,
         parent=prompt.parent,
         name=name,
     )
@@ -361,7 +371,8 @@ def _texts_in(prompt: Conversation | str | list[int]) -> Iterator[str]:
 
 
 def _refusal(request: Request, error: ApiError) -> Response:
-    kind = DIALECTS.get(request.url.path, Messages if request.url.path == COUNT_TOKENS else ChatCompletions)
+    path = request.url.path.removeprefix("/v1")
+    kind = DIALECTS.get(path, Messages if path == COUNT_TOKENS else ChatCompletions)
     # The rest of the request is not read, so no other can follow it.
     headers = {"Connection": "close"} if error.status in (401, 403, 408, 413) else {}
     headers |= {"Retry-After": "1"} if error.status == 429 else {}
@@ -385,9 +396,16 @@ def _is_local(header: str) -> bool:
         return False
 
 
-def _key_of(request: Request) -> str:
-    """Returns the API key that a request sends."""
-    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
+def _keys_in(request: Request) -> list[str]:
+    """Returns the API keys that a request sends; some clients send an empty or a made-up one beside the right one."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    keys = [token.strip() if scheme.lower() == "bearer" else ""]
+    return [*keys, *(request.headers.get(name, "") for name in ("x-api-key", "api-key"))]
+
+
+def _repetition(request: Request) -> tuple[str | None, bool]:
+    """Returns a request's Idempotency-Key, and whether the client says that it sends the request again."""
+    return request.headers.get("idempotency-key"), request.headers.get("x-stainless-retry-count", "0") != "0"
 
 
 def _equal(one: str, other: str) -> bool:

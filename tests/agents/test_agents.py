@@ -210,6 +210,7 @@ def test_an_agent_asks_nobody_else_and_keeps_its_settings(monkeypatch):
         monkeypatch.setenv(name, "mine")
     variables = commands._environment("127.0.0.1")
     assert not variables.keys() & {*gone} and all(variables[name] == "mine" for name in kept)
+    assert variables["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"  # else no two prompts of Claude Code begin alike
     assert variables["OPENAI_AGENTS_DISABLE_TRACING"] == "1"  # else the Agents SDK sends what it does to OpenAI
     monkeypatch.setenv("OPENAI_AGENTS_DISABLE_TRACING", "0")
     assert commands._environment("127.0.0.1")["OPENAI_AGENTS_DISABLE_TRACING"] == "0"

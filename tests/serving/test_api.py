@@ -132,8 +132,8 @@ def test_models_and_health(client, port, engine):
     [
         ({"messages": []}, 400, "messages: "),
         ({"messages": [{"role": "root", "content": "x"}]}, 400, "messages.0.role: "),
-        ({"messages": [{"role": "user", "content": "x" * 500}]}, 400, "tokens, this server reads 200"),
-        ({"messages": [{"role": "user", "content": "x" * 2000}] * 2}, 400, "4,000 characters, this server reads 200 tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 500}]}, 400, "context length is 200 tokens, and the prompt has "),
+        ({"messages": [{"role": "user", "content": "x" * 2000}] * 2}, 400, "and the prompt has 4,000 characters"),
         ({"n": SLOTS + WAITING + 1}, 400, "n: 8 answers are more than this server's 7 places"),
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"stream": "abc"}, 400, "stream: "),
@@ -159,7 +159,7 @@ def test_token_ids_and_the_longest_prompt(client, engine):
     assert create([engine.vocabulary - 1] * PROMPT).choices
     with pytest.raises(openai.BadRequestError, match=f"prompt: {engine.vocabulary} is no token id of this model"):
         create([3, engine.vocabulary])
-    with pytest.raises(openai.BadRequestError, match="the prompt has 201 tokens, this server reads 200"):
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 200 tokens, and the prompt has 201"):
         create([3] * (PROMPT + 1))
 
 
@@ -195,13 +195,22 @@ def test_a_page_in_a_browser_is_not_answered(port):
 def test_broken_bodies_other_paths_and_methods(port):
     for body in (
         b"", b"{", b"null", b"[]", b'{"model": "tiny"', b"\xff\xfe", b"[" * 9000, b'{"model": "tiny", "messages": NaN}',
-        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}]}', b'{"model": 1e999, "messages": []}',
+        b'{"model": "tiny", "messages": [{"role": "user", "content": "\\ud800"}}', b'{"model": 1e999, "messages": []}',
     ):  # fmt: skip
         status, _, answer = raw(port, post(body))
         assert status == 400 and "error" in json.loads(answer), body
     for request, status in (("GET /v1/chat/completions", 405), ("POST /v1/models", 405), ("GET /../etc/passwd", 404)):
         got, _, body = raw(port, f"{request} HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert got == status and json.loads(body)["error"]["message"]
+
+
+def test_half_a_character_is_text(port):
+    """As a client sends it that has cut a text inside an emoji."""
+    body = b'{"model": "tiny", "seed": 3, "messages": [{"role": "user", "content": "%s"}]}'
+    answers = [raw(port, post(body % text)) for text in (b"\\ud83d\\ude00 \\uD83D", "😀 \ufffd".encode())]
+    assert [status for status, *_ in answers] == [200, 200]
+    texts = [json.loads(body)["choices"][0]["message"]["content"] for *_, body in answers]
+    assert texts[0] == texts[1]
 
 
 def test_a_key(engine, policy):

@@ -131,6 +131,7 @@ def test_named_branches_are_answered_at_the_same_time_with_the_same_samples(play
     """Whichever is answered first; requests of one name wait for each other."""
     numbers = []
     for order in (("one", "other", "more"), ("other", "one", "more"), ("one", "more", "other")):
+        play.name = secrets.token_hex(4)
         play.ask(MAIN)
         play.engine.hold, answers = True, {}
         for text, branch in (("one", "b"), ("other", "c"), ("more", "b")):
@@ -242,7 +243,56 @@ def test_an_answer_without_its_thought_and_a_call_are_that_turns():
         ("Look.", answer("Look.") | {"tool_calls": [called]}, False),
     ):
         conversation = Conversation([*MAIN, message, user("A room.")], [look])
-        assert parent_of(texts, conversation, [a_turn(MAIN, said)], "") == (0 if same else None), (said, message)
+        turn = a_turn(MAIN, said, parser=texts.parser([look], "", None))
+        assert parent_of(conversation, [turn], "") == (0 if same else None), (said, message)
+
+
+def test_a_turn_without_tools_goes_on_from_one_that_called_some(play):
+    """As agents end: with `tool_choice: none`, or without the tools; and as one agent hands over to another with its own."""
+    look, go = ({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("look", "go"))
+    call = '<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
+    called = {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}}
+    after = [*MAIN, {"role": "assistant", "tool_calls": [called]}, {"role": "tool", "tool_call_id": "1", "content": "A cup."}]
+    for more in ({"tools": [look], "tool_choice": "none"}, {}, {"tools": [go]}):
+        play.name = secrets.token_hex(4)
+        play.ask(MAIN, call, tools=[look])
+        play.ask(after, "Done.", **more)
+        assert play.turns == [(0, None), (0, 0)]
+
+
+def test_what_two_agents_say_alike_keeps_the_ids_of_its_own_branch():
+    """One began before the other, which does not go on from it."""
+    texts, said = ServedText(tool_tokenizer()), "Take <tool> and go."
+    one, other = texts.tags(said), texts.prompt(said)
+    turns = [a_turn(MAIN, said, ids=one), a_turn(SUB, said, ids=other)]
+    after = Conversation([*SUB, answer(said), user("And?")])
+    parent = parent_of(after, turns, "")
+    assert parent == 1
+    assert prompt_ids(texts, after, "", path(turns, parent)) == texts.conversation(after.messages, sampled={2: other})
+
+
+def test_system_messages_are_joined_where_the_template_takes_one():
+    """DeepSeek-R1's shows the last one alone, Qwen3.5's refuses a second; OpenAI's clients send two."""
+    tokenizer = tool_tokenizer()
+    shown = tokenizer.chat_template
+    messages = [system("Be brief."), system("You plan."), user("Tidy up.")]
+    joined, said = [system("Be brief.\n\nYou plan."), user("Tidy up.")], [answer("Take <tool>."), user("And?")]
+    assert ServedText(tokenizer).conversation(messages) != ServedText(tokenizer).conversation(joined)
+    each = "{% for m in messages %}{% if m.role == 'system' CONDITION %}DO{% endif %}{% endfor %}"
+    refuses = each.replace("CONDITION", "and not loop.first").replace("DO", "{{ raise_exception('one') }}")
+    last = each.replace("CONDITION", "").replace("DO", "{% set n.s = m.content %}")
+    last = "{% set n = namespace(s='') %}" + last + "{{ n.s }}"
+    without = shown.replace("in messages", "in messages if m.role != 'system'")
+    for template in (refuses + shown, last + without):
+        tokenizer.chat_template = template
+        texts = ServedText(tokenizer)
+        ids = texts.tags("Take <tool>.")
+        for more, at in (([], None), (said, 3)):
+            sampled = {at: ids} if at else {}
+            expected = texts.conversation([*joined, *more], sampled={place - 1: ids for place in sampled})
+            assert texts.conversation([*messages, *more], sampled=sampled) == expected
+        with pytest.raises(ValueError, match="chat template"):
+            texts.conversation([system("Be brief."), user("Tidy up."), system("You plan."), user("Go.")])
 
 
 def test_an_answer_keeps_the_ids_of_its_own_path():
@@ -252,9 +302,9 @@ def test_an_answer_keeps_the_ids_of_its_own_path():
     one, other = texts.tags(said), texts.prompt(said)
     turns = [a_turn(MAIN, "Look.", ids=[]), a_turn(SUB, said, ids=one), a_turn(LOOK, said, 0, ids=other)]
     after = Conversation([*LOOK, answer(said), user("And?")])
-    parent = parent_of(texts, after, turns, "")
+    parent = parent_of(after, turns, "")
     assert parent == 2 and path(turns, parent) == [turns[0], turns[2]]
-    for seen, ids in ((path(turns, parent), other), (turns, one)):
+    for seen, ids in ((path(turns, parent), other), (turns[:2], one)):
         assert prompt_ids(texts, after, "", seen) == texts.conversation(after.messages, sampled={4: ids})
 
 
@@ -266,7 +316,7 @@ def test_an_answer_keeps_its_ids_where_a_branch_with_another_system_prompt_shows
     third = [*second, answer("Look."), user("A room.")]
     turns, prompts = [], []
     for messages, text in ((first, said), (second, "Look."), (third, "")):
-        parent = parent_of(texts, Conversation(messages), turns, "")
+        parent = parent_of(Conversation(messages), turns, "")
         seen = turns if parent is None else path(turns, parent)
         prompts.append(prompt_ids(texts, Conversation(messages), "", seen))
         turns.append(a_turn(messages, text, parent, texts.tags(text)))

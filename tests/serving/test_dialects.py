@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 from openai.types.responses import response_create_params
@@ -94,6 +95,70 @@ def test_a_conversation_is_the_same_in_every_dialect(dialect):
     asked_for, chats = (request(kind, tools=TOOLS[kind], **CONVERSATION[kind]) for kind in (dialect, ChatCompletions))
     assert asked_for == chats and not asked_for.ignored
     assert len(asked_for.prompt.messages) == 10 and asked_for.prompt.messages[2]["tool_calls"][1]["function"]["name"] == "go"
+
+
+RESULTS = {
+    ChatCompletions: lambda calls, results: {"messages": [
+        *HELLO, {"role": "assistant", "tool_calls": [of_chat("look", one) | {"id": one} for one in calls]},
+        *({"role": "tool", "tool_call_id": one, "content": f"A {one}."} for one in results),
+    ]},
+    Responses: lambda calls, results: {"input": [
+        *HELLO, *(of_responses("look", one) | {"call_id": one} for one in calls),
+        *({"type": "function_call_output", "call_id": one, "output": f"A {one}."} for one in results),
+    ]},
+    Messages: lambda calls, results: {"messages": [
+        *HELLO, {"role": "assistant", "content": [of_messages("look", one) | {"id": one} for one in calls]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": one, "content": f"A {one}."} for one in results]},
+    ]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", RESULTS)
+def test_results_are_read_in_the_order_of_their_calls(dialect):
+    """Clients send those of parallel calls as they arrive; what names no call comes last."""
+    read = lambda results: request(dialect, **RESULTS[dialect](["desk", "bed", "cup"], results)).prompt  # noqa: E731
+    usual = read(["desk", "bed", "cup"])
+    assert [message["content"] for message in usual.messages[2:]] == ["A desk.", "A bed.", "A cup."]
+    assert read(["cup", "desk", "bed"]) == read(["bed", "cup", "desk"]) == usual
+    assert read(["bed", "cup", "desk"]).state == usual.state
+    assert [message["content"] for message in read(["lamp", "bed"]).messages[2:]] == ["A bed.", "A lamp."]
+    assert not any("id" in call for call in usual.messages[1]["tool_calls"])
+    assert all(message.keys() == {"role", "content"} for message in usual.messages[2:])
+
+
+def test_results_without_ids_stay_as_they_are():
+    calls = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}] * 2}
+    results = [{"role": "tool", "content": text} for text in "ba"]
+    messages = request(ChatCompletions, messages=[*HELLO, calls, *results, calls, *results[::-1]]).prompt.messages
+    assert [message["content"] for message in messages if message["role"] == "tool"] == ["b", "a", "a", "b"]
+
+
+def test_claude_codes_number_of_a_request_is_left_out(stage):
+    """Its first block differs from request to request; texts that only mention it stay."""
+    head = "x-anthropic-billing-header: cc_version=2.1.36.%s; cc_entrypoint=cli; cch=%s;"
+    told = [request(Messages, system=text("text", head % (n, n), "You are Claude Code.")).prompt.messages for n in "12"]
+    assert told[0] == told[1] == [{"role": "system", "content": "You are Claude Code."}, *HELLO]
+    assert request(Messages, system=f"{head % (1, 1)}\n\nBe brief.").prompt.messages[0]["content"] == "Be brief."
+    assert request(Messages, system=head % (1, 1)).prompt.messages == HELLO
+    said = f"What is {head}?"
+    assert request(Messages, system=said).prompt.messages[0]["content"] == said
+
+
+def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(stage):
+    """By which its clients know that they should compact the conversation."""
+    for length in (5_000, 200_000):
+        status, _, body = asked(stage, Messages, messages=[{"role": "user", "content": "x" * length}])
+        error = json.loads(body)["error"]
+        assert (status, error["type"]) == (400, "invalid_request_error")
+        assert re.fullmatch(r"prompt is too long: \d+ (tokens|characters) > 4000 maximum", error["message"])
+
+
+def test_a_base_url_needs_no_version(stage):
+    for dialect in (Messages, Responses):
+        status, _, body = raw(stage.port, post(json.dumps(USUAL[dialect]), PATHS[dialect].removeprefix("/v1")))
+        assert status == 200, body
+    status, _, body = raw(stage.port, post("{}", "/messages"))
+    assert status == 400 and json.loads(body)["type"] == "error"
 
 
 @pytest.mark.parametrize(
@@ -255,13 +320,16 @@ def test_a_message_is_what_its_events_say(stage, said, stops, content, reason, s
         assert message.pop("id").startswith("msg_")
         for block in message["content"]:
             if block["type"] == "tool_use":
-                assert block.pop("id").startswith("toolu_") and block.pop("input") == {"at": "\ud800"}
+                assert block.pop("id").startswith("toolu_") and block.pop("input") == {"at": "\ufffd"}
     expected = [{name: block[name] for name in block if name not in ("id", "input")} for block in content]
     assert whole == streamed and whole["content"] == expected
     assert (whole["stop_reason"], whole["stop_sequence"]) == (reason, stop)
 
 
-KEYS = "X-Api-Key: {}\r\n", "Authorization: Bearer {}\r\n", "Authorization: Bearer x\r\nX-Api-Key: {}\r\n"
+KEYS = (
+    "X-Api-Key: {}\r\n", "Authorization: Bearer {}\r\n", "Authorization: Bearer x\r\nX-Api-Key: {}\r\n",
+    "X-Api-Key: none\r\nauthorization: bearer {}\r\n", "api-key: {}\r\n",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -80,10 +80,10 @@ def test_a_thought_that_the_prompt_has_begun_keeps_its_ids():
     tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
     texts = ServedText(tokenizer)
     ids, opened = texts.tags(f"Hm.</think>{MARKED}"), texts.opened_thought(None)
-    turn = Turn([], "", ids, [], texts.decode(ids), beginning=opened, messages=HELLO)
+    turn = Turn([], "", ids, [], texts.decode(ids), beginning=opened, messages=HELLO, parser=texts.parser([], "", None))
     said = {"role": "assistant", "content": f"<think>\nHm.</think>{MARKED}"}
     conversation = Conversation([*HELLO, said, {"role": "user", "content": "And?"}], [])
-    assert parent_of(texts, conversation, [turn], "") == 0
+    assert parent_of(conversation, [turn], "") == 0
     first = texts.conversation(HELLO) + ids
     assert prompt_ids(texts, conversation, "", [turn])[: len(first)] == first
     assert prompt_ids(texts, conversation, "", [])[: len(first)] != first
@@ -113,9 +113,10 @@ def test_calls_of_every_family_keep_their_ids(form, said, call, kept):
     texts = ServedText(tokenizer)
     beginning = texts.call_beginning([LOOK], call)
     ids = [index for character in re.split(r"(<\|python_tag\|>|)", said) if character for index in texts.tags(character)]
-    turn = Turn([], "", ids, [], texts.decode(ids), beginning=beginning)
+    parser = texts.parser([LOOK], beginning, None)
+    turn = Turn([], "", ids, [], texts.decode(ids), beginning=beginning, parser=parser)
     assert ids != texts.tags(said)
-    answer = texts.parser([LOOK], beginning, None).parse(beginning + turn.text)
+    answer = parser.parse(beginning + turn.text)
     calls = [{"type": "function", "function": {"name": "look", "arguments": {"at": "a  b"}}} for _ in range(said.count("a  b"))]
     assert [one._asdict() for one in answer.calls] == [one["function"] for one in calls]
     message = {"role": "assistant", "content": answer.content, "tool_calls": calls}

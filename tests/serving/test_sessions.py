@@ -109,7 +109,7 @@ def test_a_stop_string_ends_what_is_recorded(recorded, ended):
         (lambda c: ask(c, "no space"), "session_id: String should match pattern"),
         (lambda c: ask(c, extra_headers={}, metadata={"session_id": "x" * 101}), "session_id: String should match"),
         (lambda c: ask(c, n=2), "n: 2 answers are no turn of a session"),
-        (lambda c: reward(c, "nobody", reward=1), "there is no session 'nobody', or it has ended"),
+        (lambda c: reward(c, "nobody", reward=1), "there is no session 'nobody'"),
         (lambda c: [ask(c), reward(c, reward=1, turn=1)], "turn: session a has 1 turns, counted from 0"),
         (lambda c: [ask(c), reward(c, reward=1, turn=-2)], "turn: session a has 1 turns"),
         (lambda c: [ask(c), reward(c, reward=1, branch=1)], "branch: session a has no branch 1"),
@@ -121,11 +121,11 @@ def test_a_stop_string_ends_what_is_recorded(recorded, ended):
         (lambda c: [ask(c), reward(c, reward=1, turn=0, success=True)], "success and state go with the session's end"),
         (lambda c: [ask(c), reward(c, reward=1, score=1)], "score: this server has no such field"),
         (lambda c: [ask(c), reward(c, reward="x")], "reward"),
-        (lambda c: [ask(c), reward(c, reward=1), reward(c, reward=1)], "there is no session 'a', or it has ended"),
+        (lambda c: [ask(c), reward(c, reward=1), reward(c, reward=1)], "session a has ended: its last reward has been posted"),
         (lambda c: [ask(c) for _ in range(TURNS + 1)], "session a has had its 2 turns"),
         (lambda c: [ask(c), ask(c), *(reward(c, reward=r, turn=t) for r, t in HUGE)], "is too large"),
-        (lambda c: ask(c, metadata={"state_key": 5}), "state_key: Input should be a valid string"),
-        (lambda c: ask(c, metadata={"task_id": 5}), "task_id: Input should be a valid string"),
+        (lambda c: [ask(c), reward(c, reward=1), ask(c)], "session a has ended: its last reward has been posted"),
+        (lambda c: ask(c, metadata={"state_key": ["x"]}), "state_key: Input should be a valid string"),
         (lambda c: [ask(c, name) for name in "abcd"], "3 sessions have not ended; post their rewards"),
     ],
 )
@@ -133,6 +133,42 @@ def test_what_is_refused(recorded, ask_for, message):
     with pytest.raises(openai.APIStatusError) as raised:
         ask_for(recorded)
     assert message in raised.value.message and raised.value.status_code in (400, 404, 429)
+
+
+def test_numbers_in_metadata_are_texts():
+    place = place_of({"x-branch-id": "one"}, {"branch_id": 3, "state_key": 7, "task_id": True, "other": [3]}, opens=False)
+    assert place == Place(branch_id="one", state_key="7")
+
+
+AGAIN = {"X-Stainless-Retry-Count": "1"}
+
+
+def test_a_reward_that_is_sent_again_counts_once(recorded, ended):
+    def post(body, **headers):
+        return recorded.post("/sessions/a/reward", body=body, cast_to=object, options={"headers": headers})
+
+    ask(recorded)
+    first, key = {"reward": 1, "turn": 0}, {"Idempotency-Key": "k"}
+    for headers in ({}, AGAIN, {}, key, key, key | AGAIN):  # three that count
+        posted = post(first, **headers)
+    assert posted["reward"] == 3 and post({"reward": 2, "turn": 0}, **AGAIN)["reward"] == 5
+    ask(recorded)
+    assert post({"reward": 2, "turn": 0}, **AGAIN)["reward"] == 7  # the one before the turn was another
+    last = {"reward": 4, "success": True}
+    told = post(last, **{"Idempotency-Key": "z"})
+    assert told["ended"] and told == post(last, **{"Idempotency-Key": "z"}) and len(ended) == 1
+    with pytest.raises(openai.BadRequestError, match="session a has ended"):
+        post(last, **AGAIN, **{"Idempotency-Key": "y"})
+    assert sum(turn.reward for turn in ended[0].turns) == told["reward"] == 11
+
+
+def test_the_names_of_so_many_ended_sessions_are_remembered(recorded):
+    for name in "abcd":
+        ask(recorded, name)
+        reward(recorded, name, reward=1)
+    with pytest.raises(openai.BadRequestError, match="session b has ended"):
+        ask(recorded, "b")
+    ask(recorded, "a")  # the fourth last
 
 
 def test_who_has_read_a_stream_can_ask_again(recorded, ended):

@@ -96,7 +96,7 @@ def test_calls_reach_the_client(answered):
     assert answered(CALLED.replace("I look.\n", "") * 2) == (twice, twice)
     forged = CALLED.replace("désk", "<tool\\u003e")  # which no later prompt could show
     assert answered(forged)[0][1:] == ([], "stop")
-    assert answered(CALLED.replace("a désk", "\\ud800"))[0][1] == [("look_at", {"thing": "\ud800"})]
+    assert answered(CALLED.replace("a désk", "\\ud800"))[0][1] == [("look_at", {"thing": "\ufffd"})]
     assert answered("Nothing to do.")[0] == ("Nothing to do.", [], "stop")
     assert answered(CALLED, tool_choice="none")[0] == (CALLED, [], "stop")
 
