@@ -6,6 +6,7 @@ Shapes, dtypes and options are checked always; values only on concrete arrays, b
 from __future__ import annotations
 
 import difflib
+import numbers
 from collections.abc import Callable, Iterable
 
 import jax
@@ -43,7 +44,7 @@ LARGEST = 1e15
 
 
 def _number(low: float, high: float) -> Callable[[object], bool]:
-    return lambda x: isinstance(x, (int, float)) and not isinstance(x, bool) and low <= x <= high
+    return lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool) and low <= float(x) <= high
 
 
 def _one_of(*names: str) -> Callable[[object], bool]:
@@ -52,7 +53,10 @@ def _one_of(*names: str) -> Callable[[object], bool]:
 
 # Options share their names, and so their meaning, among all estimators.
 OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "history_length": (lambda x: isinstance(x, int) and not isinstance(x, bool) and x >= 0, "an integer of 0 or more"),
+    "history_length": (
+        lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 0,
+        "an integer of 0 or more",
+    ),
     "length_limit": (lambda x: x is None or (type(x) is int and x >= 1), "an integer of 1 or more, or None"),
     "gamma": (_number(0, 1), "a number from 0 to 1"),
     "lam": (_number(0, 1), "a number from 0 to 1"),

@@ -1,4 +1,14 @@
-"""HiPER: advantages of the switch, subgoal and action parts of one answer (Peng et al., 2026, arXiv 2602.16165)."""
+"""HiPER: advantages of the switch, subgoal and action parts of one answer (Peng et al., 2026, arXiv 2602.16165).
+
+Source: the authors' code (github.com/JonP07/HiPER-agent, `hiper_hae/core_hae.py`), which has these levels and these
+heads. Of the paper we could read the abstract and summaries alone, one of which speaks of two value heads. In the code a
+switch worth (q - beta) (V_high - V_low) stands as a comment, q whether the answer switched and beta how likely that was:
+whether that is the paper's is left open by what we found.
+Ours: one lambda for both levels (there 1 and 0.95 by default); V_high of what follows a trajectory that ran out of turns
+(there 0, or on request the last step's V_low and the last segment's V_high); the sample std in whitening (there the
+population's); the penalty outside the rewards (there in them); no rewards against keeping a subgoal or changing it
+unsaid (there -0.3 each in the published script).
+"""
 
 from __future__ import annotations
 
@@ -43,15 +53,6 @@ def hiper(
     targets of V_term, V_high and V_low, are the advantages before that plus the value. `advantages` and `returns` are
     those of the action. The penalty is subtracted from all three advantages of an invalid step. stats: `switch_rate`, the
     share of steps that begin a segment.
-
-    Source: the authors' code (github.com/JonP07/HiPER-agent, `hiper_hae/core_hae.py`), which has these levels and these
-    heads. Of the paper we could read the abstract and summaries alone, one of which speaks of two value heads. In the code a
-    switch worth (q - beta) (V_high - V_low) stands as a comment, q whether the answer switched and beta how likely that was:
-    whether that is the paper's is left open by what we found.
-    Ours: one lambda for both levels (there 1 and 0.95 by default); V_high of what follows a trajectory that ran out of turns
-    (there 0, or on request the last step's V_low and the last segment's V_high); the sample std in whitening (there the
-    population's); the penalty outside the rewards (there in them); no rewards against keeping a subgoal or changing it
-    unsaid (there -0.3 each in the published script).
     """
     mask = batch.mask
     begins = segment_begins(switches, mask)

@@ -113,7 +113,9 @@ class ChatFrame:
 
     Attributes:
       text: texts as token ids and back.
-      head, tail: token ids before and after the only user message.
+      head, tail: token ids before and after the only user message, and the text that touches it.
+      lead, trail: that text, from the head's last special token on, and up to the tail's first. A word, or a line's end, may
+        begin in one of them and end in the message, so they are encoded with it.
       trims: whether the template drops blanks before, and after, that message.
       opened: the part of the answer that the tail already contains: "", "<think>" or a whole, empty thought.
       has_switch: whether the template has a switch for `thinking`. hides_thoughts: whether it drops them from earlier
@@ -150,8 +152,9 @@ class ChatFrame:
         before, after = self._around([{"role": "user", "content": _MARK}])
         blanks = self._around([{"role": "user", "content": f"{_BLANK}{_MARK}{_BLANK}"}])
         self.trims = not blanks[0].endswith(_BLANK), not blanks[1].startswith(_BLANK)
-        self.head = tokenizer.encode(before, add_special_tokens=False)
-        self.tail = tokenizer.encode(after, add_special_tokens=False)
+        *head, self.lead = self.text.split(before)
+        self.trail, *tail = self.text.split(after)
+        self.head, self.tail = self.text.tags("".join(head)), self.text.tags("".join(tail))
         self.opened, self.hides_thoughts = self._find_opening(after), self._hides_thoughts()
         self.end_tokens = end_tokens(tokenizer, stop, first=self._turn_end())
         self.text.hidden |= set(self.end_tokens)

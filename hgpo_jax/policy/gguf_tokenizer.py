@@ -23,7 +23,6 @@ def _split(pattern: str):
 GPT2 = [pre_tokenizers.ByteLevel(False)]
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3")
 SPLITS = {
-    "default": GPT2,
     "gpt-2": GPT2,
     "smollm": [pre_tokenizers.Digits(individual_digits=True), *GPT2],
     "qwen2": _split(WORDS.format(digits="")),
@@ -42,6 +41,8 @@ def make_tokenizer(metadata: dict) -> PreTrainedTokenizerFast:
         return metadata.get(f"tokenizer.ggml.{name}", default)
 
     kind, split = get("model"), get("pre", "default")
+    if split == "default" and metadata.get("general.architecture") in ("qwen2", "qwen3"):
+        split = "qwen2"  # as files are that were converted before there was a name for it
     if kind != "gpt2" or split not in SPLITS:
         name, value = ("pre", split) if kind == "gpt2" else ("model", kind)
         raise ValueError(

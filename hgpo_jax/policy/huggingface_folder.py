@@ -125,6 +125,8 @@ def read_config(folder: Path) -> ModelConfig:
             raw = huggingface_vision.with_text_at_top(raw)
         except ValueError as error:
             raise ValueError(f"policy {folder}: config.json: {error}") from None
+    if raw["model_type"] == "llama" and raw.get("num_key_value_heads") is None and "num_attention_heads" in raw:
+        raw["num_key_value_heads"] = raw["num_attention_heads"]  # as the first Llamas leave out
     missing = [name for name in REQUIRED_FIELDS if name not in raw]
     if missing:
         raise ValueError(f"policy {folder}: config.json lacks {missing[0]}")
@@ -133,19 +135,7 @@ def read_config(folder: Path) -> ModelConfig:
         name = "layer_types" if isinstance(rope, dict) else "rope_scaling"
         raise ValueError(f"policy {folder}: {name} in config.json is not {'a list' if isinstance(rope, dict) else 'an object'}")
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    refused = {
-        "use_sliding_window": raw.get("use_sliding_window"),
-        "layer_types": any(kind != "full_attention" for kind in layers),
-        "rope_scaling": rope_type not in ("default", "mrope" if vision else "llama3"),
-        "hidden_act": raw.get("hidden_act", "silu") != "silu",
-        "attention_bias": raw["model_type"] in ("qwen3", "llama") and raw.get("attention_bias"),
-        "mlp_bias": raw["model_type"] == "llama" and raw.get("mlp_bias"),
-        "quantization_config": raw.get("quantization_config"),
-    }
-    for name, present in refused.items():
-        if present:
-            value = rope if name == "rope_scaling" else raw[name]
-            raise ValueError(f"policy {folder}: {name}={json.dumps(value)} in config.json is not supported")
+    _refuse_unsupported(folder, raw, rope, rope_type, layers)
     names = (*CONFIG_FIELDS, "head_dim") if raw["model_type"] == "qwen3" else CONFIG_FIELDS
     if left_out := [name for name in names if name not in raw]:
         raw |= _defaults(raw["model_type"], left_out)
@@ -166,6 +156,23 @@ def read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"policy {folder}: rope_scaling in config.json lacks {error.args[0]}") from None
     except ValueError as error:
         raise ValueError(f"policy {folder}: config.json: {error}") from None
+
+
+def _refuse_unsupported(folder: Path, raw: dict, rope: dict, rope_type: object, layers: list) -> None:
+    """Raises ValueError if a config.json needs features that `Qwen2` lacks."""
+    refused = {
+        "use_sliding_window": raw.get("use_sliding_window"),
+        "layer_types": any(kind != "full_attention" for kind in layers),
+        "rope_scaling": rope_type not in ("default", "mrope" if raw["model_type"] == "qwen2_5_vl" else "llama3"),
+        "hidden_act": raw.get("hidden_act", "silu") != "silu",
+        "attention_bias": raw["model_type"] in ("qwen3", "llama") and raw.get("attention_bias"),
+        "mlp_bias": raw["model_type"] == "llama" and raw.get("mlp_bias"),
+        "quantization_config": raw.get("quantization_config"),
+    }
+    for name, present in refused.items():
+        if present:
+            value = rope if name == "rope_scaling" else raw[name]
+            raise ValueError(f"policy {folder}: {name}={json.dumps(value)} in config.json is not supported")
 
 
 def _preprocessor(folder: Path) -> dict:
@@ -244,6 +251,8 @@ def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
     Raises:
       ValueError: `folder` holds a file that this code would not have written there.
     """
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"policy {folder}: is a file; choose a folder")
     present = [p.name for p in folder.iterdir()] if folder.exists() else []
     weight_files = {name for name in present if name.startswith(stem) and name.endswith(".safetensors")}
     strange = set(present) - FILES[stem] - weight_files

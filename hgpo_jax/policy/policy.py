@@ -44,7 +44,8 @@ class Policy:
 
         pictures: those of the rows, from `see`.
         """
-        tokens = jnp.where(jnp.arange(input_ids.shape[1]) < jnp.asarray(lengths)[:, None], jnp.asarray(input_ids), 0)
+        input_ids = jnp.asarray(input_ids)
+        tokens = jnp.where(jnp.arange(input_ids.shape[1]) < jnp.asarray(lengths)[:, None], input_ids, 0)
         return _logits(self.graphdef, self.params, tokens, pictures)
 
     def see(self, pictures: Sequence[Sequence[np.ndarray]]) -> tuple[Pictures, list[Grids]]:

@@ -76,6 +76,7 @@ FAMILIES = {
     "Llama-3.2-": (LLAMA3_2, _llama3(32.0)),
     "SmolLM2-": (SMOLLM2, {"model_type": "llama", "rope_theta": 1e5, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192}),
 }
+CONTEXT = {("Qwen3-", False): {"max_position_embeddings": 40960}}  # by family and whether it is a base model
 ROPE_THETA = {"SmolLM2-1.7B": 1.3e5}  # if it differs from the family's
 
 
@@ -83,7 +84,7 @@ def preset(name: str) -> ModelConfig | None:
     """Returns the sizes of a model by its hub name, such as Qwen/Qwen2.5-1.5B-Instruct; None for an unknown name."""
     for owner in ("Qwen/", "meta-llama/", "HuggingFaceTB/"):
         name = name.removeprefix(owner)
-    name = name.removesuffix("-Instruct").removesuffix("-Base")
+    base, name = name.endswith("-Base"), name.removesuffix("-Instruct").removesuffix("-Base")
     for family, (sizes, more) in FAMILIES.items():
         if name.startswith(family) and name.removeprefix(family) in sizes:
             vocabulary, width, inner, layers, heads, kv_heads, tied = sizes[name.removeprefix(family)]
@@ -96,6 +97,6 @@ def preset(name: str) -> ModelConfig | None:
                 num_key_value_heads=kv_heads,
                 tie_word_embeddings=tied,
                 vision=_tower(width) if more.get("model_type") == "qwen2_5_vl" else None,
-                **more | ({"rope_theta": ROPE_THETA[name]} if name in ROPE_THETA else {}),
+                **more | CONTEXT.get((family, base), {}) | ({"rope_theta": ROPE_THETA[name]} if name in ROPE_THETA else {}),
             )
     return None

@@ -208,6 +208,7 @@ class ChatFormat:
 
     Attributes:
       head: token ids before the message's text.
+      lead: the text of the frame that is encoded with the message, before it (`ChatFrame.lead`).
 
     If the template does not mention <action>, the action is the whole response after its thought.
 
@@ -226,7 +227,9 @@ class ChatFormat:
         lower_case: bool = False,
         picture: Sequence[int] = (),
     ):
-        self.template, self.head = load_template(template), [*frame.head, *picture]
+        self.template, self.head, self.lead = load_template(template), frame.head, frame.lead
+        if picture:  # whose first token ends the text before it
+            self.head, self.lead = [*frame.head, *frame.text.encode([frame.lead])[0], *picture], ""
         if picture and (self.template.chats or "observation" in self.template.slots):
             raise ValueError(f"env.template={template}: a picture stands for $observation and for a chat; leave these out")
         if self.template.chats and frame.plain:
@@ -235,10 +238,11 @@ class ChatFormat:
         if self.template.chats:
             self._check_chat(template)
         # Some templates only end a thought.
-        opened = frame.opened if frame.text.decode(frame.tail).endswith(frame.opened) else frame.opened.removeprefix(THINK)
+        end = frame.trail + frame.text.decode(frame.tail)
+        opened = frame.opened if end.endswith(frame.opened) else frame.opened.removeprefix(THINK)
         self._begin = "" if frame.hides_thoughts else opened  # of an earlier answer, as the prompt showed it
         self.message_limit = prompt_limit - len(self.head) - len(frame.tail)
-        shortest = self.template.render(PromptInput(CUT, [], 99, CUT, [CUT]))
+        shortest = self._rendered(PromptInput(CUT, [], 99, CUT, [CUT]))
         if (least := len(frame.text.encode([shortest])[0])) > self.message_limit:
             frames = len(self.head) + len(frame.tail)
             raise ValueError(f"prompt_limit={prompt_limit}: the template alone takes {frames + least} tokens")
@@ -311,10 +315,10 @@ class ChatFormat:
         return prompts
 
     def _rendered(self, view: PromptInput) -> str:
-        """Renders the only message as the frame shows it."""
+        """Renders the only message as the frame shows it, with the text around it."""
         text, (left, right) = self.template.render(view), self.frame.trims
         text = text.lstrip() if left else text
-        return text.rstrip() if right else text
+        return self.lead + (text.rstrip() if right else text) + self.frame.trail
 
     def _shorten(self, view: PromptInput) -> list[int]:
         """Shortens a message until it fits: its parts lose their middle, the observation first, the goal last. Returns ids."""

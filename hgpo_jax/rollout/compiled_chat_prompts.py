@@ -109,6 +109,9 @@ class DeviceText:
         self._limit = format.message_limit
         # Words of a message: the environment's words, the template's texts, numbers, and single bytes of actions.
         self._parts = {name: _parts(getattr(format.template, name)) for name in ("first", "later", "entry")}
+        for name in ("first", "later"):
+            ends = ([(text, False)] if text else [] for text in (format.lead, format.frame.trail))
+            self._parts[name] = [*next(ends), *self._parts[name], *next(ends)]
         texts = {part for parts in self._parts.values() for part, is_slot in parts if not is_slot}
         numbers = list(map(str, range(self.max_turns + 2)))
         vocabulary = [*env.words, *sorted(texts), "\n", "'", "',\n'", *numbers]

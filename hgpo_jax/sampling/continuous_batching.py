@@ -83,7 +83,6 @@ class SlotSampler:
         store: int = 0,
     ):
         self._programs, self._words = programs, words
-        self.use(params, keys, decoding)
         shards = programs.shards
         self.shapes = Shapes(
             buckets(-(-slots // shards), factor=4, smallest=1)[-3:],
@@ -100,15 +99,20 @@ class SlotSampler:
         self._store: list[KVCache] = []  # one for each layer, if there is room for a row
         self._store_rows = 0  # of each shard
         self.prompt_tokens, self.reused_tokens = 0, 0
+        self._params, self._begun_before = None, set[int]()  # episodes whose responses earlier weights have begun
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
         self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
         self.steps, self.busy = 0, 0.0
+        self.use(params, keys, decoding)
 
     def use(self, params, keys, decoding: Decoding | None) -> None:
         """Samples with other weights, keys and distribution from now on.
 
-        A response that has begun goes on with its own key, from what earlier weights have computed of it.
+        A response that has begun goes on with its own key, from what earlier weights have computed of it. No other one does.
         """
+        if self._held and params is not self._params:
+            self._held.forget()
+            self._begun_before = set(self._sampled)
         self._params, self.keys, self._decoding = params, keys, decoding
         self._blocks = self._programs("decode_blocks", "all layers", params)
 
@@ -184,8 +188,9 @@ class SlotSampler:
         """Frees a slot in which these tokens of a response have been sampled."""
         request, self._requests[shard][slot] = self._requests[shard][slot], None
         assert request is not None
-        if self._held:
+        if self._held and request.episode not in self._begun_before:
             self._held.hold(shard, slot, [*request.ids, *tokens[:-1]])
+        self._begun_before.discard(request.episode)
 
     def step(self, most: int = MAX_STEPS) -> list[SlotResponse]:
         """Decodes up to `most` tokens, MAX_STEPS or fewer; returns the responses that have ended."""

@@ -7,6 +7,7 @@ mates nor on the mesh. Log-probabilities are those of the sampling distribution.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,11 @@ from hgpo_jax.policy.mesh import auto_axes, constrain, max_across_devices, parti
 from hgpo_jax.policy.pictures import Pictures
 from hgpo_jax.policy.vocabulary import gather_logprobs
 from hgpo_jax.sampling.constraint import Sequences, restrict
+
+log = logging.getLogger(__name__)
+
+# Fields of generation_config.json that would change a distribution and that no sampler here knows, with the values that do not.
+PENALTIES = {"repetition_penalty": 1.0, "min_p": 0.0, "typical_p": 1.0, "no_repeat_ngram_size": 0}
 
 
 class Responses(struct.PyTreeNode):
@@ -73,6 +79,8 @@ def published_decoding(
 ) -> Decoding:
     """Returns the decoding that a model's publisher recommends in generation_config.json, except for the arguments set here.
 
+    Of what the file names it has the temperature, top_k and top_p; a warning tells what else would change answers.
+
     usual: the temperature if the file has none. arguments: `temperature`, `top_k` and `top_p`, None: as published. Raises
     ValueError for invalid numbers.
     """
@@ -86,6 +94,11 @@ def published_decoding(
             value = numbers.get(name, low)
             if not (isinstance(value, int | float) and low <= value <= high):
                 raise ValueError(f"{place}{name}={value!r:.50}: must be from {low} to {high}")
+    left_out = [
+        f"{name}={generation[name]}" for name, plain in PENALTIES.items() if generation.get(name, plain) not in (plain, None)
+    ]
+    if left_out:
+        log.warning("generation_config.json asks for %s, which is not done here", ", ".join(left_out))
     return Decoding(min_new=min_new).replace(**defaults | overrides)
 
 

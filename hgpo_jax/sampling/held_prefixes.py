@@ -43,6 +43,11 @@ class HeldPrefixes:
         other._ids, other._used = [list(ids) for ids in self._ids], [list(used) for used in self._used]
         return other
 
+    def forget(self) -> None:
+        """Drops what all rows hold, as under other weights it is no beginning of theirs."""
+        self._ids = [[_NOTHING] * len(ids) for ids in self._ids]
+        self._used = [[0] * len(used) for used in self._used]
+
     def make_store(self, rows: int) -> None:
         """Gives each shard an empty store of so many rows, in place of its last one."""
         for ids, used in zip(self._ids, self._used, strict=True):

@@ -28,7 +28,7 @@ from hgpo_jax.setup import memory
 from hgpo_jax.setup.devices import prepare_devices
 from hgpo_jax.setup.job import Job, PolicySetup, Runner
 from hgpo_jax.setup.sight import check_sight, shown, tower_is_frozen
-from hgpo_jax.setup.validate import check_together
+from hgpo_jax.setup.validate import check_together, example_budgets
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import phase
 
@@ -212,7 +212,7 @@ def check_signals(config: Config, own: tuple[str, ...], names: tuple[str, ...]) 
     if "signals" in parameters(method.estimator)[0] and not names:
         mend = "declare them, as hgpo_jax/rollout/signals.py says"
         if first == BUDGET:
-            mend = f"give env.budgets, for instance {max(1, config.env.max_turns // 2)},{config.env.max_turns}"
+            mend = f"give env.budgets, for instance {example_budgets(config.env.max_turns)}"
         elif "milestones" in environment(config.env).options:
             mend = "give env.milestones=true"
         raise ConfigError(

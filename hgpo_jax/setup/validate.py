@@ -135,6 +135,11 @@ def _check_template(env: EnvConfig, entry: Environment) -> None:
         raise ConfigError(f"env.template={env.template}: env.name={env.name} lists no actions to choose from; {mend}")
 
 
+def example_budgets(turns: int) -> str:
+    """Returns two values of env.budgets for episodes of so many turns."""
+    return f"{max(1, turns // 4)},{max(1, turns // 2)}"
+
+
 def _check_budgets(config: Config, entry: Environment, rollout_backend: Backend) -> None:
     """Checks whether prompts can state budgets, episodes exceed them, and prompt groups have each as often."""
     env, size = config.env, config.rollout.group_size
@@ -145,6 +150,9 @@ def _check_budgets(config: Config, entry: Environment, rollout_backend: Backend)
         raise ConfigError(f"{given}: env.name={env.name} is not played as text on the host; {mend}")
     if max(env.budgets) > (turns := max_turns(env)):
         raise ConfigError(f"{given}: an episode ends after {turns} turns; give no more")
+    if max(env.budgets) == turns and method_named(config.method).estimator == "hbpo":
+        mend = f"give smaller ones, for instance {example_budgets(turns)}"
+        raise ConfigError(f"{given}: method={config.method} gives no score for a success within all {turns} turns; {mend}")
     if size % len(env.budgets):
         raise ConfigError(f"{given}: rollout.group_size={size} is no multiple of {len(env.budgets)}, their number; give one")
 

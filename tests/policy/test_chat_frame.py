@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from hgpo_jax.chat import Chat
 from hgpo_jax.config.schema import RolloutConfig
@@ -111,6 +112,50 @@ def test_the_only_message_is_trimmed_as_the_template_trims_it(template, content,
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True, date_string="26 Jul 2024"
     )  # fmt: skip
     assert tokenizer.decode(prompt.ids) == shown
+
+
+def llama2_tokenizer() -> PreTrainedTokenizerFast:
+    """Llama 2's form: blanks are a letter, one is put before every text, and no token stands between message and frame."""
+    letters = sorted({*"▁[]/INST.?\n", *map(chr, range(97, 123))})
+    vocabulary = {"<s>": 0, "</s>": 1, **{letter: number for number, letter in enumerate(letters, 2)}}
+    pairs = [("]", "▁"), (".", "▁"), ("\n", "\n"), ("▁", "[")]
+    vocabulary |= {"".join(pair): len(vocabulary) + number for number, pair in enumerate(pairs)}
+    made = Tokenizer(models.BPE(vocabulary, pairs))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    made.add_special_tokens([AddedToken("<s>", normalized=False), AddedToken("</s>", normalized=False)])
+    template = "{% for m in messages %}{{ '<s>[INST] ' + m.content + ' [/INST]' }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=template)
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Qwen2.5's form, in which two ends of lines are one token."""
+    made = Tokenizer.from_str(family_tokenizer("qwen2.5").backend_tokenizer.to_str())
+    raw = json.loads(made.to_str())
+    raw["model"]["vocab"]["ĊĊ"] = 300
+    raw["model"]["merges"] = [["Ċ", "Ċ"]]
+    made, template = Tokenizer.from_str(json.dumps(raw)), TURNS + "{{ '\n<|im_end|>\n' }}{% endfor %}" + ASKS
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=template)
+
+
+@pytest.mark.parametrize("make", [llama2_tokenizer, merging_tokenizer])
+@pytest.mark.parametrize("content", ["you are here.", "\nwhere are you?\n", "x"])
+def test_the_only_message_is_encoded_with_the_text_around_it(make, content, tmp_path):
+    """As transformers encodes the whole prompt, and as the policy reads it when it is served."""
+    tokenizer, message = make(), {"role": "user", "content": content}
+    frame = ChatFrame(tokenizer)
+    (tmp_path / "t.txt").write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action")
+    format = ChatFormat(frame, str(tmp_path / "t.txt"), 100)
+    (prompt,) = format.build([PromptInput("", [], 0, content, [])])
+    shown = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
+    assert prompt.ids == frame.conversation([message]) == shown
+    apart = [part for text in (frame.lead, content, frame.trail) for part in frame.text.encode([text])[0]]
+    merged = make is llama2_tokenizer or content[0] == "\n"
+    assert (prompt.ids != [*frame.head, *apart, *frame.tail]) == merged
+    (cut,) = format.build([PromptInput("", [], 0, "a b c d e f g " * 20, [])])
+    begin, end = frame.lead, frame.trail + tokenizer.decode(frame.tail)
+    assert len(cut.ids) <= 100 and cut.tokens_cut and begin.strip() in tokenizer.decode(cut.ids)[:20]
+    assert tokenizer.decode(cut.ids).endswith(end)
 
 
 def test_a_thought_that_a_template_cannot_switch_is_refused():
@@ -248,6 +293,13 @@ def test_how_the_publisher_samples(said, decoding):
     else:
         assert published_decoding(said, 0.7, top_k=None) == decoding
         assert published_decoding(said, 0.7, temperature=0.0, top_p=0.5).temperature == 0
+
+
+def test_what_the_publisher_asks_for_and_is_not_done_is_told(caplog):
+    published_decoding({"repetition_penalty": 1.0, "min_p": None, "typical_p": 1.0, "top_k": 5})
+    assert not caplog.text
+    assert published_decoding({"repetition_penalty": 1.05, "min_p": 0.1, "top_k": 5}) == Decoding(top_k=5)
+    assert "asks for repetition_penalty=1.05, min_p=0.1, which is not done here" in caplog.text
 
 
 @pytest.mark.parametrize(("change", "wrong"), [

@@ -108,6 +108,8 @@ def test_several_chat_templates_are_kept(tmp_path):
     tool.with_name("notes.txt").write_text("a user's")
     with pytest.raises(ValueError, match="holds additional_chat_templates, which a save would not put there"):
         policy.save(tmp_path / "exported")
+    with pytest.raises(ValueError, match=r"notes\.txt: is a file; choose a folder"):
+        policy.save(tool.with_name("notes.txt"))
 
 
 @pytest.mark.parametrize("source", ["saved by a run", "saved by transformers 5"])

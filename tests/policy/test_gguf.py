@@ -31,6 +31,7 @@ from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.setup import memory
+from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.needs import DATA
 from tests.helpers.refusals import refused
 
@@ -257,6 +258,18 @@ def test_qwens_tokenizer_comes_back():
         assert ours(text)["input_ids"] == theirs.encode(text).ids
 
 
+def test_files_without_a_name_of_their_rules(tmp_path):
+    """As they were before April 2024: Qwen's rules are known, Llama 3's are not Llama 2's."""
+    metadata = metadata_of(byte_tokenizer().backend_tokenizer, "qwen2")
+    named = make_tokenizer(metadata)
+    for pre in ({}, {"tokenizer.ggml.pre": "default"}):
+        unnamed = {name: value for name, value in metadata.items() if name != "tokenizer.ggml.pre"} | pre
+        made = make_tokenizer(unnamed | {"general.architecture": "qwen2"})
+        assert made.backend_tokenizer.to_str() == named.backend_tokenizer.to_str()
+        with pytest.raises(ValueError, match=r"tokenizer.ggml.pre='default', which is not supported"):
+            make_tokenizer(unnamed | {"general.architecture": "llama"})
+
+
 def test_a_llama_3_tokenizer_takes_whole_words_first_and_three_digits_at_a_time():
     tokens = [*BYTES, "he", "12", "123", "hello", "<|begin_of_text|>", "<|eot_id|>"]
     metadata = ggml({
@@ -437,7 +450,7 @@ def test_smollm2_knows_the_capital_of_france(tmp_path):
     policy = load_policy("smollm2", cache_dir=tmp_path)
     ids = policy.tokenizer("The capital of France is")["input_ids"]
     assert ids == [504, 3575, 282, 4649, 314]
-    logits = policy.logits(np.array([ids]), np.array([5]))
+    logits = policy.logits([ids], [5])
     assert policy.tokenizer.decode([int(logits[0, -1].argmax())]) == " Paris"
     known = {"base_model": "HuggingFaceTB/SmolLM2-135M-Instruct", "license": "apache-2.0"}
     assert model_card.base_of("smollm2", str(tmp_path)) == known

@@ -24,7 +24,8 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 # Of each family a config.json with the sizes of the model card.
 CONFIGS = {
     "Qwen2.5-1.5B": (QWEN | {"model_type": "qwen2"}, (151936, 1536, 8960, 28, 12, 2)),
-    "Qwen3-8B": (QWEN | {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 128},
+    "Qwen3-8B": (QWEN | {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 128,
+                        "max_position_embeddings": 40960},
                  (151936, 4096, 12288, 36, 32, 8)),
     "Llama-3.1-8B": (SMOLLM2 | {"rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": False,
                                 "rope_scaling": {"rope_type": "llama3"} | LLAMA3}, (128256, 4096, 14336, 32, 32, 8)),
@@ -81,10 +82,21 @@ def tower_parameters(v):
     return v.patch_length * D + v.depth * block + D + M * M + M + M * v.out_hidden_size + v.out_hidden_size
 
 
+def test_the_first_llamas_have_as_many_heads_of_keys(tmp_path):
+    raw = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    for more in ({}, {"num_key_value_heads": None}):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"num_attention_heads": 4} | more))
+        assert huggingface_folder.read_config(tmp_path).num_key_value_heads == 4
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": "qwen2", "num_attention_heads": 4}))
+    with pytest.raises(ValueError, match=r"config\.json lacks num_key_value_heads"):
+        huggingface_folder.read_config(tmp_path)
+
+
 def test_presets_have_as_many_parameters_as_published():
     assert {family + size for family, (sizes, _) in FAMILIES.items() for size in sizes} == PARAMETERS.keys()
     assert {name: parameters(preset(name)) for name in PARAMETERS} == PARAMETERS
     assert preset("Llama-3.2-1B").rope_scaling == RopeScaling(**LLAMA3 | {"factor": 32.0})
+    assert preset("Qwen3-8B-Base").max_position_embeddings == 32_768
     assert preset("Qwen2.5-1B") is preset("Qwen/Qwen2.5-1.5B-Instruct-extra") is None
 
 

@@ -141,9 +141,11 @@ def test_hbpo_asks_for_them():
     with refused("env.budgets=5,10: env.name=household_text has a signal budget of its own; leave it out", ConfigError):
         check("budget", "budget")
     check("budget")
+    with refused("env.budgets=5,20: method=hbpo gives no score for a success within all 20 turns; give smaller", ConfigError):
+        check_together(load("text_small", ["method=hbpo", "env.budgets=5,20"]))
 
 
 def test_a_rehearsal_has_as_many_as_its_groups():
-    config = load("text_small", ["method=hbpo", "env.budgets=2,5,10,20"])
+    config = load("text_small", ["method=hbpo", "env.budgets=1,5,10,15"])
     fields = rehearsal.smaller(config, rehearsal._axes("data=1"))
-    assert fields["env"]["budgets"] == [2, 3]
+    assert fields["env"]["budgets"] == [1, 2]
