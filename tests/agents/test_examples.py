@@ -86,7 +86,7 @@ def test_the_agent_with_tools_finds_its_number():
 SMALL = [
     "policy.tokenizer=tokenizer", "warm_start=none", "policy.hidden_size=16", "policy.intermediate_size=16",
     "policy.num_hidden_layers=1", "rollout.response_limit=9", "rollout.history_length=0",
-    "learner.final_lr=1", "evaluation.episodes=8", "log.tensorboard=false", "mesh=data=2",
+    "learner.final_lr=1", "evaluation.episodes=4", "log.tensorboard=false", "mesh=data=2",
 ]  # fmt: skip
 
 
@@ -103,6 +103,7 @@ def test_training_with_an_agent_is_training_with_its_environment(tmp_path):
     ]  # fmt: skip
     own = ["env.name=./guess.py:Guess", "env.template=bare.txt", "env.strict=true"]
     agent = ["env.name=agent", "env.command=python player.py", "env.max_turns=3"]
+    agent += ["env.preload=[concurrent.futures,urllib.request]"]  # forked episodes begin at once
     command("-m", "hgpo_jax.train", *fields, *own, "iterations=3", "run_dir=own", cwd=tmp_path)
     command("-m", "hgpo_jax.train", *fields, *agent, "iterations=2", "run_dir=agent", cwd=tmp_path)
     command("-m", "hgpo_jax.train", "--resume", "agent", "iterations=3", cwd=tmp_path)

@@ -44,7 +44,7 @@ def rollout(runner, tasks=TASKS, **more):
 def test_episodes_of_a_text_environment_are_the_same_to_the_bit(cluster, tmp_path):
     (tmp_path / "bare.txt").write_text("== first ==\n$observation\n== later ==\n$observation\n== entry ==\n$action\n")
     results = []
-    for workers in (0, 2, "ray:2"):
+    for workers in (0, "ray:2"):
         rollout = HostRollout(
             Guess, ChatFormat(ChatFrame(policy().tokenizer), str(tmp_path / "bare.txt"), 128), {SHARED: policy().graphdef},
             mesh_of(),
@@ -52,10 +52,9 @@ def test_episodes_of_a_text_environment_are_the_same_to_the_bit(cluster, tmp_pat
         )  # fmt: skip
         results.append(rollout({SHARED: policy().params}, TASKS, KEYS, GROUPS, DECODING))
         rollout.close()
-    for theirs, told in results[:2]:
-        jax.tree.map(np.testing.assert_array_equal, results[2].episodes, theirs)
-        assert results[2].report.responses == told.responses and not told.failures
-    assert results[2].episodes.success.any()
+    (theirs, told), (episodes, report) = results
+    jax.tree.map(np.testing.assert_array_equal, episodes, theirs)
+    assert report.responses == told.responses and not told.failures and episodes.success.any()
 
 
 @pytest.mark.parametrize("preload", [(), PRELOAD], ids=["anew", "forked"])

@@ -222,6 +222,7 @@ def test_host_and_device_sample_the_same_episodes(monkeypatch):
     mesh, groups = make_mesh("data=2,fsdp=2", jax.devices()[:4]), np.arange(B) // 4
     params = jax.device_put(initialize(model, 0, make_mesh("data=1", jax.devices()[:1])), shardings(model, mesh))
     settings = TextSettings(batch=B, history_length=K, response_limit=6, decode_batch_size=4)
+    monkeypatch.setattr(compiled_text_rollout, "widths", lambda limit: (limit // 2, limit))  # each compiles all layers
     host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, {SHARED: network(model)}, mesh, settings)
     env, games = CompiledAlfworld(compile_games(GAMES), turns), np.arange(len(GAMES))
     device = CompiledTextRollout(env, games, chat, tokenizer, {SHARED: network(model)}, mesh, settings, host)

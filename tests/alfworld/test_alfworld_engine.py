@@ -143,14 +143,14 @@ def test_nothing_to_do_when_won_and_why_there_is_no_plan() -> None:
 @pytest.mark.slow
 @pytest.mark.needs("data")
 def test_all_solvable_games(official: dict) -> None:
-    """One in its own wording, the next in the current one."""
+    """One in its own wording, the next in the current one; every third, as the expert of test_alfworld_expert.py plays all."""
     assert {split: len(paths) for split, paths in official.items()} == {
         "valid_seen": 140,
         "valid_unseen": 134,
         "valid_train": 200,
     }
     for paths in official.values():
-        for number, path in enumerate(paths):
+        for number, path in enumerate(paths[::3]):
             assert check(load_game(path, LOGIC if number % 2 else None)) <= 50, path
 
 

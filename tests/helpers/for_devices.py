@@ -1,4 +1,4 @@
-"""A program of a configuration, compiled in a process of its own for devices that are not there, and what is in it."""
+"""Programs of a configuration, compiled in a process of its own for devices that are not there, and what is in them."""
 
 import dataclasses
 import json
@@ -17,9 +17,10 @@ GAMES = ROOT / "tests" / "alfworld" / "data"
 HEADS_LAST = re.compile(r"bf16\[(?:\d+,){3}\d+\]\{(?:\d,)?1,")
 
 
-def compiled(config: str, devices: str, mesh: str, program: str, layers: int) -> dict:
-    """`look` at a program of `bench plan`, with so many layers, its bytes on each device, and those planned for its phase."""
-    command = [sys.executable, "-m", "tests.helpers.for_devices", config, devices, mesh, program, str(layers)]
+def compiled(config: str, devices: str, mesh: str, programs: str, layers: int) -> dict[str, dict]:
+    """`look` at programs of `bench plan`, named between commas: each one's findings, with so many layers, its bytes on each
+    device, and those planned for its phase."""
+    command = [sys.executable, "-m", "tests.helpers.for_devices", config, devices, mesh, programs, str(layers)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     if devices.startswith("v") and int(layers) == 2:
         # Half the time (3:01 instead of 6:03 for the update), the same kernels and gathers, 6 % fewer bytes. All layers, by
@@ -56,14 +57,14 @@ def look(text: str, layers: int, vocabulary: int, parts: int, width: int, tokens
     }  # fmt: skip
 
 
-def main(name: str, devices: str, spec: str, program: str, layers: str) -> None:
+def main(name: str, devices: str, spec: str, programs: str, layers: str) -> None:
     from hgpo_jax import config
     from hgpo_jax.bench import limits, plan
     from hgpo_jax.bench.compile_targets import target_of
     from hgpo_jax.setup import memory
 
     played = [f"data={GAMES}", "env.split=valid_train", "env.compiled=true", f"policy.tokenizer={DATA / 'qwen2.5'}"]
-    fields = played if program == "rollout" else []
+    fields = played if programs == "rollout" else []
     settings = config.load(name, [f"mesh={spec}", *fields])
     mesh, _, options = target_of(devices, spec)
     workload = memory.workload_of(settings, mesh)
@@ -71,15 +72,18 @@ def main(name: str, devices: str, spec: str, program: str, layers: str) -> None:
     workload = dataclasses.replace(workload, model=model)
     phases = memory.bytes_by_phase(settings, mesh, workload)
     always = sum(phases["always"].values())
-    lower, beside = {name: rest for name, *rest in plan.Programs(settings, mesh, workload, always)}[program]
-    done = lower().compile(compiler_options=options)
-    rows = max(settings.learner.microbatch_size, mesh.shape["fsdp"])
-    found = look(
-        done.as_text(), model.num_hidden_layers, model.vocab_size, mesh.shape["fsdp"] * mesh.shape["tensor"],
-        model.hidden_size, rows * workload.response,
-    )  # fmt: skip
-    planned = always + sum(phases["update" if program == "update" else "sampling"].values())
-    print(json.dumps({"bytes": limits.compiled_bytes(done) + beside, "planned": planned} | found))
+    rows, found = max(settings.learner.microbatch_size, mesh.shape["fsdp"]), {}
+    for program, lower, beside in plan.Programs(settings, mesh, workload, always):
+        if program not in programs.split(","):
+            continue
+        done = lower().compile(compiler_options=options)
+        planned = always + sum(phases["update" if program == "update" else "sampling"].values())
+        found[program] = {"bytes": limits.compiled_bytes(done) + beside, "planned": planned} | look(
+            done.as_text(), model.num_hidden_layers, model.vocab_size, mesh.shape["fsdp"] * mesh.shape["tensor"],
+            model.hidden_size, rows * workload.response,
+        )  # fmt: skip
+    assert found.keys() == set(programs.split(","))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -90,14 +90,14 @@ def test_random_texts(words):
 @pytest.mark.parametrize("digits", [False, True], ids=["gpt2", "smollm2"])
 def test_random_texts_of_other_patterns(digits):
     tokenizer = gpt2_like(digits)
-    check(tokenizer, encoder(tokenizer), 4)
+    check(tokenizer, encoder(tokenizer), 2)
 
 
 @pytest.mark.slow
 @pytest.mark.needs("data")
 def test_qwens_own_tokenizer():
     tokenizer = qwen_tokenizer()
-    check(tokenizer, encoder(tokenizer), 6)
+    check(tokenizer, encoder(tokenizer), 3)
 
 
 def test_what_is_not_exact_is_said(words):

@@ -55,7 +55,7 @@ def played(kind, spec, slots, model=MODEL):
 
 @pytest.mark.parametrize(
     ("spec", "slots"), [("data=1", 16), *(pytest.param(*given, marks=pytest.mark.slow) for given in (
-        ("data=1", 7), ("data=2,fsdp=2", 5), ("data=2,tensor=2", 4),
+        ("data=1", 7), ("data=2,fsdp=2,tensor=2", 5),
     ))],
 )  # fmt: skip
 def test_the_episodes_are_those_of_turns_in_lockstep(spec, slots):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import json
+import shutil
 import types
 
 import jax
@@ -26,7 +28,7 @@ from hgpo_jax.tables.plan import Cell
 from hgpo_jax.trainer.step import training_batch
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.inspected import EXAMPLE
-from tests.helpers.training import TINY
+from tests.helpers.training import TINY, rows_of
 
 
 def sampled(rng, batches, spread=2.0):
@@ -220,6 +222,17 @@ def test_what_a_run_did_next_is_played_again(tmp_path, capsys, monkeypatch):
     own = found.numbers[gradients.RLOO_BY_TURN]
     assert own["expected"] == pytest.approx(1) and 0 < own["batch"] < 1
     assert "few, after 1 iteration: hgpo/s0; 8 batches\n" in capsys.readouterr().out
+
+    # As a run that was killed after its first iteration leaves it.
+    cell = runs / "few/hgpo/s0"
+    for proof in ("evaluation.json", "transcripts.txt"):
+        (cell / proof).unlink()
+    shutil.rmtree(cell / "checkpoints" / "2")
+    tables.main(["run", str(plan), "--runs", str(runs), f"cache_dir={tmp_path}/cache"])
+    assert "resumed after iteration 1" in (runs / "few/hgpo/s0.log").read_text()
+    assert [row["success"] for row in rows_of(cell)] == recorded.curve
+    tables.main(["collect", str(runs)])
+    assert json.loads((runs / "runs.json").read_text())["cells"][0]["done"]
 
 
 def test_what_an_estimator_is_does_not_depend_on_the_run():

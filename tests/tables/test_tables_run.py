@@ -1,8 +1,6 @@
 """Runs that continue where they stopped."""
 
 import fcntl
-import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +13,6 @@ from hgpo_jax.tables import advantage_errors, run
 from hgpo_jax.tables import plan as planning
 from hgpo_jax.utils import heartbeat
 from hgpo_jax.utils.errors import ConfigError
-from tests.helpers.training import TINY
-from tests.helpers.xla import xla_flags
 
 STAND_IN = """
 import os, sys
@@ -111,31 +107,6 @@ def test_variables_are_filled_in_or_asked_for():
         ["bash", "-c", step.shell({"X": "1 2"}).replace("python -m", "printf %s,")], env={"SOME_DATA": "/a b"},
         capture_output=True, text=True, check=True,
     ).stdout == "hgpo_jax.train,--config,x,data=/a b,seed=1,"  # fmt: skip
-
-
-@pytest.mark.slow
-def test_a_real_cell_that_was_interrupted_is_resumed(tmp_path):
-    tiny = [field for field in TINY if not field.startswith(("warm_start", "iterations"))]
-    file = write_plan(tmp_path, fields=[*tiny, "iterations=3", "mesh=data=1", "warm_start=none", f"cache_dir={tmp_path}/cache"],
-                      variables={"XLA_FLAGS": xla_flags(1, optimized=False)},
-                      settings={"far": {"title": "Far", "config": "household", "columns": {"AUC": "train/auc"}}},
-                      tables=[{"title": "T", "settings": ["far"], "methods": ["hgpo"], "seeds": [0]}],
-                      published=None)  # fmt: skip
-    runs = tmp_path / "runs"
-    tables.main(["run", str(file), "--runs", str(runs)])
-    folder = runs / "far/hgpo/s0"
-    before = (folder / "metrics.jsonl").read_text()
-    # As a run that was killed after its second iteration leaves it.
-    for proof in ("evaluation.json", "transcripts.txt"):
-        (folder / proof).unlink()
-    shutil.rmtree(folder / "checkpoints" / "3")
-    tables.main(["run", str(file), "--runs", str(runs)])
-    assert "resumed after iteration 2" in (runs / "far/hgpo/s0.log").read_text()
-    after = (folder / "metrics.jsonl").read_text()
-    success = [[json.loads(line)["success"] for line in text.splitlines()] for text in (before, after)]
-    assert success[0] == success[1]
-    tables.main(["collect", str(runs)])
-    assert json.loads((runs / "runs.json").read_text())["cells"][0]["done"]
 
 
 def test_a_command_that_takes_long_says_what_it_does(tmp_path, monkeypatch):

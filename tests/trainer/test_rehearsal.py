@@ -18,7 +18,6 @@ from hgpo_jax.setup.validate import check_together
 from hgpo_jax.trainer import rehearsal
 from hgpo_jax.utils.errors import ConfigError, RunError
 from tests.helpers.chat_tokenizers import byte_tokenizer
-from tests.helpers.training import command
 
 PUBLISHED = ("Qwen2.5-0.5B", "Qwen2.5-1.5B", "Qwen2.5-7B", "Qwen2.5-VL-3B", "Qwen3-4B", "Llama-3.2-1B", "SmolLM2-135M")
 AXES = st.fixed_dictionaries({axis: st.sampled_from((1, 2, 3, 4, 8)) for axis in ("data", "fsdp", "tensor")})
@@ -168,8 +167,8 @@ def test_a_rehearsal_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-@pytest.mark.slow
-def test_a_run_is_rehearsed(tmp_path):
-    out = command("-m", "hgpo_jax.train", "--rehearse", "mesh=data=2", f"cache_dir={tmp_path}", cwd=tmp_path)
-    assert "[4/4] report" in out.stderr and "it runs to the end" in out.stdout
-    assert not list(tmp_path.glob("runs*"))
+def test_the_stages_of_a_run_without_weights(tmp_path):
+    """tests/trainer/test_text_training.py goes through all of a run's with weights."""
+    stages, unseen = rehearsal._prepare(load("household", ["mesh=data=2", f"cache_dir={tmp_path}"]), tmp_path)
+    assert [title for title, _ in stages] == ["train one iteration", "resume for another", "evaluate", "report"]
+    assert not unseen

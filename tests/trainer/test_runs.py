@@ -276,7 +276,7 @@ MetricsWriter.write = counted
 
 def test_a_long_run_keeps_its_memory_files_and_threads(cache, tmp_path):
     """HGPO_LONG_RUN=2000 is the long one."""
-    count = int(os.environ.get("HGPO_LONG_RUN", "200"))
+    count = int(os.environ.get("HGPO_LONG_RUN", "100"))
     fields = (*RUN, cache, f"iterations={count}", f"evaluation.every={count // 20}", f"log.checkpoint_every={count // 20}",
               f"log.dump_every={count // 20}", "log.tensorboard=true")  # fmt: skip
     runs.run(tmp_path, *fields, code=LONG.format(path=str(tmp_path / "usage")))

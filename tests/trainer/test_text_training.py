@@ -17,7 +17,7 @@ from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.glossary import unexplained
 from tests.helpers.needs import DATA
 from tests.helpers.tiny import mesh_of
-from tests.helpers.training import command, rows_of
+from tests.helpers.training import TRAIN_WITH_TWO_WIDTHS, command, rows_of
 
 SMALL = (
     "iterations=2", "rollout.prompt_groups=2", "rollout.group_size=2", "cloning.episodes=8", "cloning.max_steps=20",
@@ -43,9 +43,9 @@ def tokenizer(tmp_path_factory):
 def test_trains_end_to_end(environment, tokenizer, tmp_path):
     folder = tmp_path / "run"
     command(
-        "-m", "hgpo_jax.train", "--config", f"{environment}_tiny", f"data={FOLDERS[environment]}", "rollout.response_limit=4",
-        f"policy.tokenizer={tokenizer}", "env.max_turns=2", "log.tensorboard=false", f"run_dir={folder}",
-        f"cache_dir={tmp_path / 'cache'}", cwd=tmp_path,
+        "-c", TRAIN_WITH_TWO_WIDTHS, "--config", f"{environment}_tiny", f"data={FOLDERS[environment]}",
+        "rollout.response_limit=4", f"policy.tokenizer={tokenizer}", "env.max_turns=2", "log.tensorboard=false",
+        f"run_dir={folder}", f"cache_dir={tmp_path / 'cache'}", cwd=tmp_path,
     )  # fmt: skip
     rows = rows_of(folder)
     assert len(rows) == 2
@@ -106,7 +106,7 @@ def test_given_weights_are_cloned_into_adapters(tmp_path):
     assert {name for name in start if (start[name] != trained[name]).any()} <= changed
     adapter = json.loads((tmp_path / "run" / "adapter" / "adapter_config.json").read_text())
     assert adapter["base_model_name_or_path"] == str(tmp_path / "run" / "start")
-    end = ("cloning.stop_at=0", f"run_dir={tmp_path / 'fine'}")
+    end = ("cloning.stop_at=0", "iterations=0", f"run_dir={tmp_path / 'fine'}")
     fine = command("-m", "hgpo_jax.train", *fields, *more, *end, cwd=tmp_path).stdout
     assert "warm start: not needed, the pretrained weights reach success " in fine
     alien = f"env.name={Path(__file__).parents[1] / 'rollout' / 'odd_env.py'}:Counting"
