@@ -30,7 +30,7 @@ def main() -> None:
         "--rehearse",
         action="store_true",
         help="play the whole run through in minutes, on simulated devices: the same dtype, mesh, method and environment, only "
-        "smaller and shorter; writes nothing",
+        "smaller and shorter; keeps only compiled programs, in cache_dir",
     )
     p.add_argument(
         "--resume",

@@ -24,19 +24,16 @@ YEARS = (1400, 2000)
 # Of each kind the beginnings of words, and for each place in a name the ends: 32 words a place. They are distinct after
 # stemming, no stop words, and none is a word of the texts below (tests/search/test_search_world.py).
 _SYLLABLES = {
-    "person": ("ba de fi ka le mi no ru", "lan mor rik vek", "dahl gren holm stad", "bert lund quist rud", "bo ja ta zo"),
-    "place": (
-        "ash bel cor dun elm fen glen hol", "bury ford mere wick", "combe dale haven stead", "gate moor ridge wood",
-        "cross field brook well",
-    ),
-    "work": (
-        "ember frost moon night rain snow star wind", "light song fall shade", "bird leaf stone thorn", "path door wheel bell",
-        "glass iron silk wool",
-    ),
-}  # fmt: skip
+    "person": "ba de fi ka le mi no ru; lan mor rik vek; dahl gren holm stad; bert lund quist rud; bo ja ta zo",
+    "place": "ash bel cor dun elm fen glen hol; bury ford mere wick; combe dale haven stead; gate moor ridge wood; "
+    "cross field brook well",
+    "work": "ember frost moon night rain snow star wind; light song fall shade; bird leaf stone thorn; path door wheel bell; "
+    "glass iron silk wool",
+}
 WORDS = {
     kind: [[begin + end for begin in begins.split() for end in place.split()] for place in places]
-    for kind, (begins, *places) in _SYLLABLES.items()
+    for kind, syllables in _SYLLABLES.items()
+    for begins, *places in [syllables.split("; ")]
 }
 CHOICES = 32  # words for a place in a name
 # Every fact: whose it is, and what it is, an entity of a kind or a year.
@@ -71,7 +68,7 @@ QUESTIONS = (
     (("teacher", "birthplace"), "where was the teacher of {} born?", "which place does the teacher of {} come from?"),
     (("founder", "birthplace"), "where was the founder of {} born?", "which place does the founder of {} come from?"),
     (("founder", "teacher"), "who taught the founder of {}?", "from whom did the founder of {} learn?"),
-)  # fmt: skip
+)
 TASK_TYPES = ("one hop", "two hops")
 
 

@@ -227,7 +227,8 @@ def load(path: str | Path, iteration: int | None = None) -> Dump:
             raise ConfigError(f"{path}: no such dump; {folder} holds those of iterations {_list_iterations(by_iteration)}")
     elif not by_iteration:
         raise ConfigError(
-            f"{folder}: holds no dump of episodes yet; log.dump_every={config.log.dump_every} iterations make one, and the last"
+            f"{folder}: holds no dump of episodes yet; one is written every log.dump_every={config.log.dump_every} "
+            "iterations and at the end"
         )
     elif iteration is None:
         iteration = max(by_iteration)

@@ -103,7 +103,7 @@ def _one_line(error: pydantic.ValidationError, all_fields: dict) -> str:
         siblings = [n for n in all_fields if n.startswith(f"{section}." if section else "")]
         return one_line(f"{name}{value}: {unknown_field(name, siblings)}")
     if first["type"] == "invalid_key":
-        return one_line(f"{excerpt(first['input'])}: no such field; {nearest(str(first['input']), list(all_fields))}")
+        return one_line(f"{excerpt(first['input'])}: {unknown_field(str(first['input']), list(all_fields))}")
     message = first["msg"].removeprefix("Value error, ")
     message = message.replace("Input should be", "must be").replace("Input", "the value")
     if first["type"] == "literal_error":

@@ -47,5 +47,9 @@ class RoleConfig(Section):
 def unknown_role(env: str, role: str, settings: RoleConfig, roles: Sequence[str]) -> str:
     """Explains that the environment of this name, with these roles, has no such role, and suggests a remedy."""
     name, value = next(iter(settings.model_dump(exclude_unset=True).items()), ("policy", "shared"))
-    why = f"has no such role; {nearest(role, list(roles))}" if len(roles) > 1 else "has no roles; leave it out"
+    why = (
+        f"has no such role; {nearest(role, list(roles), 'its roles are ' + ', '.join(roles))}"
+        if len(roles) > 1
+        else "has no roles; leave it out"
+    )
     return f"roles.{role}.{name}={value}: env.name={env} {why}"

@@ -64,8 +64,9 @@ class Alarms:
           RunError: no episode had a turn, or `MAX_NONFINITE` iterations in a row had an update that was skipped.
         """
         self._count(row)
-        begin, warnings, failed = f"iteration {row['iteration'] + 1}", [], row.get("reward/failed", 0)
+        begin, warnings = f"iteration {row['iteration'] + 1}", []
         if not row["steps"]:
+            failed = row.get("reward/failed", 0)
             raise RunError(f"{begin}: the reward function gave no finite numbers in any of its {failed:.0f} episodes")
         blame = "lower learner.lr"
         if self._in_a_row:
@@ -77,6 +78,15 @@ class Alarms:
                 f"{begin}: {row['nonfinite_steps']:.0f} updates {why} "
                 f"were skipped; the batch is in episodes/nonfinite-{row['iteration']:05d}.npz"
             )
+        wrong = self._about_the_update(row) | self._about_the_answers(row) | self._about_the_environment(row)
+        warnings += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._active]
+        self._active = set(wrong)
+        if self._in_a_row >= MAX_NONFINITE:
+            raise RunError(f"{warnings[0]}; the run stops after {MAX_NONFINITE} such iterations in a row; {blame}")
+        return warnings
+
+    def _about_the_update(self, row: dict) -> dict[str, str]:
+        """Finds metrics beyond their limits, and iterations in which nothing is learned."""
         wrong = {
             name: f"{name} is {row[name]:.4g}, its limit is {limit:g}" + "; lower learner.lr" * (name == "approx_kl")
             for name, (size, limit) in self._limits.items()
@@ -89,12 +99,6 @@ class Alarms:
                 "every answer was cut at its limit, and with learner.unfinished=mask nothing is learned; raise "
                 "rollout.response_limit, or give learner.unfinished=train"
             )
-        for name, what in (
-            ("unfinished", "were cut at rollout.response_limit; raise it, or give rollout.thinking=false if they are thoughts"),
-            ("malformed", "had not the form that the template asks for; see them in the report of the run"),
-        ):
-            if (count := row.get(name, 0)) > MANY_WRONG * row["steps"]:
-                wrong[name] = f"{count:.0f} of {row['steps']:.0f} answers {what}"
         if row.get("kept_share") == 0:
             wrong["kept_share"] = (
                 f"method={self._config.method} with advantage.keep={self._config.advantage.keep} kept no step, and nothing is "
@@ -105,6 +109,17 @@ class Alarms:
                 f"method={self._config.method} learns from tasks whose episodes differ in success, and none of "
                 f"{row['rollouts']:.0f} rollouts had one, so nothing is learned; give tasks that the policy sometimes wins"
             )
+        return wrong
+
+    def _about_the_answers(self, row: dict) -> dict[str, str]:
+        """Finds answers and prompts that were cut or not understood, and episodes that failed, where there are many."""
+        wrong = {}
+        for name, what in (
+            ("unfinished", "were cut at rollout.response_limit; raise it, or give rollout.thinking=false if they are thoughts"),
+            ("malformed", "had not the form that the template asks for; see them in the report of the run"),
+        ):
+            if (count := row.get(name, 0)) > MANY_WRONG * row["steps"]:
+                wrong[name] = f"{count:.0f} of {row['steps']:.0f} answers {what}"
         if (cut := row.get("prompts_cut", 0)) > MANY_CUT * row["steps"]:
             wrong["prompts_cut"] = (
                 f"{cut:.0f} of {row['steps']:.0f} prompts were longer than rollout.prompt_limit without history, too, and "
@@ -119,14 +134,9 @@ class Alarms:
                 f"{excluded:.0f} of {batch} episodes failed and are left out, so that only the others are learned from; "
                 "the log says how they failed"
             )
-        if failed:
+        if failed := row.get("reward/failed"):
             wrong["reward/failed"] = f"the reward function failed in {failed:.0f} episodes, which are left out"
-        wrong |= self._about_the_environment(row)
-        warnings += [f"{begin}: {why}" for name, why in wrong.items() if name not in self._active]
-        self._active = set(wrong)
-        if self._in_a_row >= MAX_NONFINITE:
-            raise RunError(f"{warnings[0]}; the run stops after {MAX_NONFINITE} such iterations in a row; {blame}")
-        return warnings
+        return wrong
 
     def _about_the_environment(self, row: dict) -> dict[str, str]:
         """Finds the faults of an environment that `python -m hgpo_jax.check` finds as well."""

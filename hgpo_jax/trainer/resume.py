@@ -12,6 +12,7 @@ import yaml
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
+from hgpo_jax.config.earlier_fields import unknown_field
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.trainer.checkpoint import newest_intact
 from hgpo_jax.trainer.metrics import keep_rows, read_metrics
@@ -28,6 +29,9 @@ FREE_TO_CHANGE = (
     "rollout.mesh",
     "rollout.store",
     "learner.microbatch_size",
+    "learner.remat",
+    "learner.offload",
+    "reward.workers",
     "env.workers",
     "env.preload",
     "log.",
@@ -129,7 +133,7 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
         all_fields |= set(configuration.role_fields(role))
     for name in allowed:
         if name not in all_fields:
-            raise ConfigError(f"--allow-change {name}: no such field; --help lists them all")
+            raise ConfigError(f"--allow-change {name}: {unknown_field(name, sorted(all_fields))}")
     changed = {
         name: f"{name}={now} (the run began with {name}={before})"
         for name, (before, now) in differ.items()

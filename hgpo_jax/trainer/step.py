@@ -187,9 +187,7 @@ def make_train_step(job: Job):
         if converses(job.config):
             batch = batch.replace(chain=_flat(conversations.chains(episodes)))
         happened = _flat(episodes.mask)
-        unfinished = batch.unfinished(job.runner.end_tokens)
-        if episodes.finished is not None:
-            unfinished = happened & ~_flat(episodes.finished)
+        unfinished = _unfinished(job, batch, episodes)
         order, count = _shuffle(key, happened, batch.chain)
 
         final_values = None
@@ -221,6 +219,13 @@ def make_train_step(job: Job):
         return _move_state(job, TrainState(params, opt_state, critic), store=True), metrics
 
     return train_step, init
+
+
+def _unfinished(job: Job, batch: TrainingBatch, e: Episodes) -> jax.Array:
+    """Marks the decisions whose answer was cut at its limit, bool[N]."""
+    if e.finished is None:
+        return batch.unfinished(job.runner.end_tokens)
+    return _flat(e.mask & ~e.finished)
 
 
 def _initial_state(job: Job, optimizers, critic_optimizer, params) -> TrainState:

@@ -24,7 +24,7 @@ print(sys.modules["__main__"].__file__ == __file__, sys.path[0] == os.path.dirna
 print(random.random(), numpy.random.rand())
 shared.seen, os.environ["LEFT"] = "dirty", "dirty"
 os.chdir("/")
-threading.Thread(target=lambda: print("a thread")).start()
+threading.Thread(target=lambda: sys.stdout.write("a thread\\n")).start()
 atexit.register(print, "at exit")
 if "fails" in sys.argv:
     sys.exit("it fails")
