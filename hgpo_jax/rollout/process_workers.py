@@ -6,7 +6,9 @@ They are processes of this machine, or actors on a Ray cluster (`ray_workers.py`
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
+import multiprocessing.connection
 import multiprocessing.util  # so that its handler at exit, which joins all processes, runs after ours
 import os
 import signal
@@ -19,6 +21,11 @@ from typing import Any
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, EnvSpec, LocalWorkers, Request, made
 from hgpo_jax.utils.errors import RunError
+
+START_LIMIT = 600.0  # seconds for a process to make its first environment
+MOMENT = 1.0  # seconds between looks whether a process lives
+IDLE = 0.2  # seconds in which a thread notices that it should end
+AT_END = 5.0  # seconds for environments to end what they have started
 
 
 class _Hung(EnvFailure):
@@ -33,7 +40,8 @@ class LocalProcess:
     def __init__(self, make: Callable):
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make), daemon=True)
+        # Not as a daemon, which may have no processes of its own: `ProcessWorkers.close`, or the pipe's end, ends it.
+        self._process = context.Process(target=_serve, args=(theirs, make))
         with self._starting:
             # A worker never needs the accelerator; jax reads this when it is imported.
             before = os.environ.get("JAX_PLATFORMS")
@@ -44,6 +52,7 @@ class LocalProcess:
                 os.environ.pop("JAX_PLATFORMS")
                 if before is not None:
                     os.environ["JAX_PLATFORMS"] = before
+        assert self._process.pid  # it has begun
         self.pid = self._process.pid
         theirs.close()
 
@@ -53,28 +62,47 @@ class LocalProcess:
 
     def poll(self, seconds: float) -> bool:
         """Waits for an answer, or the end of the process, at most for so long; returns whether there is one."""
-        return self._pipe.poll(seconds)
+        end = time.monotonic() + seconds
+        # What the process has forked may hold the pipe open after its end.
+        while not self._pipe.poll(min(MOMENT, max(0.0, end - time.monotonic()))):
+            if self._process.exitcode is not None:
+                return True
+            if time.monotonic() >= end:
+                return False
+        return True
 
     def receive(self) -> Any:
         """Returns the answer. Raises EOFError or OSError if the process has died."""
+        if self._process.exitcode is not None and not self._pipe.poll():
+            raise EOFError
         return self._pipe.recv()
 
     def kill(self) -> None:
-        """Ends the process at once; a thread that waits for its answer finds that out."""
+        """Ends the process and what it has started at once; a thread that waits for its answer finds that out."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # it may not lead a group yet
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.kill()
 
-    def close(self) -> None:
-        """Ends the process, and waits until it has ended; nobody may wait for its answer."""
+    def leave(self) -> None:
+        """Asks the process to end; nobody may wait for its answer."""
         self._pipe.close()
-        self._process.kill()
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends the process, and waits until it has ended; nobody may wait for its answer.
+
+        seconds: for its environments to end what they have started. Then it is killed.
+        """
+        self.leave()
+        multiprocessing.connection.wait([self._process.sentinel], seconds)
+        self.kill()
         self._process.join()
 
 
 class _Worker:
     """A process, and the thread that hands it one request at a time and replaces it when it dies or times out."""
 
-    def __init__(self, start: Callable[[], Any], describe: Callable[[tuple], str], time_limit: float, start_limit: float):
-        self._start, self._describe, self._time_limit, self._start_limit = start, describe, time_limit, start_limit
+    def __init__(self, start: Callable[[], Any], describe: Callable[[tuple], str], time_limit: float):
+        self._start, self._describe, self._time_limit = start, describe, time_limit
         self.stepped = False  # whether it has ever answered a step, not just a reset
         self._last: dict[int, tuple] = {}  # the request that its process answered last, by episode
         self.queue: SimpleQueue[tuple[Request, SimpleQueue] | None] = SimpleQueue()  # a request, and the queue for its answer
@@ -84,7 +112,7 @@ class _Worker:
         self._spawn()
 
     def _spawn(self) -> None:
-        self._deadline = time.monotonic() + self._start_limit
+        self._deadline = time.monotonic() + START_LIMIT
         self.process = self._start()
         if self._ended:
             self.process.kill()
@@ -93,7 +121,7 @@ class _Worker:
         """Receives the first message of a new process. Raises ValueError if it cannot make its environment."""
         try:
             if not self.process.poll(max(0.0, self._deadline - time.monotonic())):
-                raise ValueError(f"environment: not made in {self._start_limit:g} s; give it more time")
+                raise ValueError(f"environment: not made in {START_LIMIT:g} s; give it more time")
             spec = self.process.receive()
         except (EOFError, OSError) as error:
             why = f": {error}" if str(error) else ""
@@ -143,21 +171,31 @@ class _Worker:
         held = not task or not actions or self._last.get(episode) == (episode, *task, actions[:-1])  # rewards have no task
         return 1 if held else 1 + len(actions)
 
-    def _stop(self) -> None:
+    def _stop(self, seconds: float = 0.0) -> None:
         self._last.clear()
         if self.process:
-            self.process.close()
+            self.process.close(seconds)
             self.process = None
 
-    def end(self) -> None:
-        """Ends the process and the thread."""
+    def leave(self) -> None:
+        """Asks the thread to end, which it does unless it waits for an answer."""
         self._ended = True
         self.queue.put(None)
-        if process := self.process:
-            process.kill()
+
+    def end_thread(self, until: float) -> None:
+        """Ends the thread, and the process too if it gives no answer until then; else asks the process to end."""
         if self._thread.is_alive():
+            self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            if process := self.process:
+                process.kill()
             self._thread.join()
-        self._stop()
+        if self.process:
+            self.process.leave()
+
+    def end(self, until: float) -> None:
+        """Ends the process, whose environments may end what they have started until then."""
+        self._stop(max(0.0, until - time.monotonic()))
 
 
 def env_workers(make_env: Callable, workers: int | str, episodes: int, time_limit: float) -> LocalWorkers | ProcessWorkers:
@@ -188,7 +226,6 @@ class ProcessWorkers:
       workers: processes. Each has a block of the episodes, so that a prompt group's episodes share what they load.
       episodes: of a batch.
       time_limit: timeout in seconds for one answer.
-      start_limit: timeout in seconds for a process to make its first environment.
       local: the workers inside each process; with `reward_workers.LocalReward`, `make_env` loads a reward function.
       start: starts a process with a function that makes its workers.
 
@@ -202,7 +239,6 @@ class ProcessWorkers:
         workers: int,
         episodes: int,
         time_limit: float = 60.0,
-        start_limit: float = 600.0,
         local: Any = LocalWorkers,
         start: Callable[[Callable], Any] = LocalProcess,
     ):
@@ -212,7 +248,7 @@ class ProcessWorkers:
         atexit.register(self.close)  # otherwise a thread would replace the processes that the exiting interpreter ends
         for _ in range(min(workers, episodes)):
             begin = functools.partial(start, functools.partial(local, make_env))
-            self._workers.append(_Worker(begin, local.describe, time_limit, start_limit))
+            self._workers.append(_Worker(begin, local.describe, time_limit))
         for worker in self._workers:
             try:
                 self.spec = worker.read_spec()
@@ -259,15 +295,36 @@ class ProcessWorkers:
         """Ends the processes."""
         atexit.unregister(self.close)
         for worker in self._workers:
-            worker.end()
+            worker.leave()
+        until = time.monotonic() + IDLE
+        for worker in self._workers:
+            worker.end_thread(until)
+        until = time.monotonic() + AT_END
+        for worker in self._workers:
+            worker.end(until)
         self._workers = []
 
 
+def _end_with_parent() -> None:
+    """Kills the group of a worker whose parent has been gone for AT_END seconds: nobody else would."""
+    parent = multiprocessing.parent_process()
+    assert parent
+    multiprocessing.connection.wait([parent.sentinel])
+    time.sleep(AT_END)
+    os.killpg(0, signal.SIGKILL)
+
+
 def _serve(pipe, make) -> None:
-    """Runs in a worker process: makes its environments, answers requests, ends with the pipe."""
-    # The parent handles signals; it may finish its iteration before it exits.
-    for number in (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])):
-        signal.signal(number, signal.SIG_IGN)
+    """Runs in a worker process, the first of its group: makes its environments, answers requests, ends with the pipe."""
+    # The parent handles signals; it may finish its iteration before it exits. They do nothing here, but are not ignored, as
+    # programs that an environment starts would ignore them, too, and could not be terminated.
+    os.setsid()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, lambda *_: None)
+    usual = lambda: [signal.signal(number, signal.SIG_DFL) for number in numbers]  # noqa: E731
+    os.register_at_fork(after_in_child=usual)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     workers, spec = made(make)
     pipe.send(spec)
     try:
@@ -275,4 +332,4 @@ def _serve(pipe, make) -> None:
             workers.send([pipe.recv()])
             pipe.send(*workers.receive(1))
     except (EOFError, OSError):
-        return
+        workers.close()

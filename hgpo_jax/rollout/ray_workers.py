@@ -109,7 +109,12 @@ class Actor:
         if ray.is_initialized():  # otherwise it has ended with its cluster, and Ray would start another
             ray.kill(self._actor)
 
-    close = kill
+    def leave(self) -> None:
+        """Does nothing: the actor has no time of its own to end."""
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Ends the actor at once."""
+        self.kill()
 
 
 class RayProcess(Actor):

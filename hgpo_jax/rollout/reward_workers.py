@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 import numbers
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from hgpo_jax.envs import user_code
 from hgpo_jax.rollout.signals import declared, in_order
-from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure
-from hgpo_jax.utils.errors import ConfigError, one_line
+from hgpo_jax.rollout.workers import MAX_REWARD, EnvFailure, described
+from hgpo_jax.utils.errors import ConfigError
 
 
 class EpisodeTexts(NamedTuple):
@@ -49,8 +48,10 @@ class LocalReward:
             answer: list[list[float]] | EnvFailure
             try:
                 answer = read_streams(self._function(episode), len(episode.responses), declared(self._function))
-            except (Exception, SystemExit) as error:  # any error of the user's function
-                answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # any error of the user's function
+                answer = EnvFailure(described(error))
             self._answers.append((number, answer))
 
     @staticmethod
@@ -62,6 +63,9 @@ class LocalReward:
         """Returns (number, the `read_streams` of its turns or why there are none) for the episodes that were sent."""
         answers, self._answers = self._answers, []
         return answers
+
+    def close(self) -> None:
+        """Does nothing: a function has nothing to end."""
 
 
 def reward_function(source: str) -> Callable:

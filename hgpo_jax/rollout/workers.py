@@ -9,8 +9,10 @@ deterministic, because a worker that takes over an episode replays its actions.
 
 from __future__ import annotations
 
+import logging
 import numbers
 import traceback
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ import numpy as np
 from hgpo_jax.rollout.requirements import check_text, missing_info, roles_of
 from hgpo_jax.rollout.signals import declared, in_order
 from hgpo_jax.utils.errors import one_line
+
+log = logging.getLogger(__name__)
 
 Request = tuple[int, int, tuple[str, ...]]  # number of the episode in its batch, task, actions so far
 # Maximum characters of one answer. A prompt holds far fewer, but is cut only after pipes and tokenizer have processed it all.
@@ -61,18 +65,25 @@ class EnvFailure(NamedTuple):
 
 
 class LocalWorkers:
-    """Environments in this process, one per episode. An exception or a wrong type ends only its own episode."""
+    """Environments in this process, one per episode. An exception or a wrong type ends only its own episode.
+
+    close: ends the environments; it is called once.
+    """
 
     limit = "env.time_limit"  # the field that sets a worker process's timeout for an answer
 
     def __init__(self, make_env: Callable, time_limit: float | None = None):
         self._make_env = make_env
         self._envs: dict[int, tuple] = {}  # episode -> (environment, task, actions done)
+        self.close = weakref.finalize(self, _end_all, self._envs)  # which also runs when the interpreter ends
         self.discard_answers()
         env = make_env()
-        check_text(env, time_limit)
-        tasks = len(env) if hasattr(env, "__len__") else None
-        self.spec = EnvSpec(tuple(env.task_types), tasks, int(env.max_turns), roles_of(env), declared(env))
+        try:
+            check_text(env, time_limit)
+            tasks = len(env) if hasattr(env, "__len__") else None
+            self.spec = EnvSpec(tuple(env.task_types), tasks, int(env.max_turns), roles_of(env), declared(env))
+        finally:
+            end(env)
 
     def discard_answers(self) -> None:
         """Discards answers that have not been received."""
@@ -83,9 +94,10 @@ class LocalWorkers:
         for episode, task, actions in requests:
             try:
                 answer: EnvOutput | EnvFailure = self._answer(episode, task, actions)
-            except (Exception, SystemExit) as error:  # the environment may be in any state now, and is dropped
-                # Its message may be any object, too, and formatting it may fail.
-                answer = EnvFailure(one_line("".join(traceback.format_exception_only(error))[:2000])[:500])
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # also a SystemExit, or an asyncio.CancelledError
+                answer = EnvFailure(described(error))
             self._answers.append((episode, answer))
 
     def receive(self, minimum: int) -> list[tuple[int, EnvOutput | EnvFailure]]:
@@ -101,26 +113,51 @@ class LocalWorkers:
 
     def _answer(self, episode: int, task: int, actions: tuple[str, ...]) -> EnvOutput:
         env, current_task, done = self._envs.pop(episode, None) or (self._make_env(), None, 0)
-        if not actions or (current_task, done) != (task, len(actions) - 1):
-            output = read_output(env, env.reset(task), 2)
-            done = 0
-        for action in actions[done:]:
-            output = read_output(env, env.step(action), 5)
-        if output.role >= len(self.spec.roles):
-            raise ValueError(f"role is {output.role}, there were {len(self.spec.roles)} before the first reset")
+        try:
+            if not actions or (current_task, done) != (task, len(actions) - 1):
+                output = read_output(env, env.reset(task), 2)
+                done = 0
+            for action in actions[done:]:
+                output = read_output(env, env.step(action), 5)
+            if output.role >= len(self.spec.roles):
+                raise ValueError(f"role is {output.role}, there were {len(self.spec.roles)} before the first reset")
+        except BaseException:
+            end(env)  # it may be in any state now
+            raise
         self._envs[episode] = env, task, len(actions)
         return output
 
-    def close(self) -> None:
-        """Drops the environments."""
-        self._envs.clear()
+
+def _end_all(envs: dict[int, tuple]) -> None:
+    while envs:
+        env, *_ = envs.popitem()[1]
+        end(env)
+
+
+def end(env) -> None:
+    """Calls the `close` of an environment that has one, whatever comes of it."""
+    try:
+        if callable(close := getattr(env, "close", None)):
+            close()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        log.info("an environment's close() fails: %s", described(error))
+
+
+def described(error: BaseException) -> str:
+    """Describes an error of a user's code in a line."""
+    # Its message may be any object, and formatting it may fail.
+    return one_line("".join(traceback.format_exception_only(error))[:2000])[:500]
 
 
 def made(make: Callable) -> tuple[Any, EnvSpec | str]:
     """Makes the workers inside a process; returns them and their spec, or None and why there are none."""
     try:
         workers = make()
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         return None, " ".join(f"environment: {error}".split())
     return workers, workers.spec
 

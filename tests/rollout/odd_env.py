@@ -1,10 +1,13 @@
 """An environment that counts, and that does what it is told even where that is wrong."""
 
+import asyncio
 import contextlib
 import itertools
+import multiprocessing
 import os
 import random
 import stat
+import subprocess
 import time
 
 import numpy as np
@@ -45,6 +48,8 @@ class Counting:
             raise RuntimeError(argument)
         if verb == "leave":
             raise SystemExit(1)
+        if verb == "cancel":
+            raise asyncio.CancelledError
         if verb == "add" and argument.isdigit():
             self.number += int(argument)
         won = self.number >= 20
@@ -65,6 +70,50 @@ class Counting:
                     if stat.S_ISSOCK(os.fstat(number).st_mode):
                         os.write(number, b"\x00\x00\x00\x04oops")
         return [*answer, None][: WRONG.get(verb, {}).get("length", 5)]
+
+
+class Sandbox(Counting):
+    """Starts a program, and asks another process; writes down what it has begun and that it was closed."""
+
+    def __init__(self, place="."):
+        self.place = place
+        self.program = subprocess.Popen(["sleep", "600"])
+        self.note(self.program.pid)
+
+    def note(self, text):
+        with open(os.path.join(self.place, "notes"), "a") as file:
+            print(text, file=file)
+
+    def step(self, action):
+        short = subprocess.Popen(["sleep", "600"])
+        short.terminate()
+        short.wait()
+        if multiprocessing.parent_process():  # a process with jax's threads had better not fork
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                assert pool.apply(abs, (-3,)) == 3
+        if action == "fail":
+            raise RuntimeError
+        return super().step(action)
+
+    def close(self):
+        self.program.kill()
+        self.note("closed")
+
+
+class Lingers(Counting):
+    """Takes a second to end, and has forked a process that stays."""
+
+    def __init__(self, place="."):
+        self.place = place
+        self.child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        self.child.start()
+
+    def close(self):
+        time.sleep(1)
+        self.child.kill()
+        with open(os.path.join(self.place, "ended"), "a") as file:
+            print(os.getpid(), file=file)
+        raise SystemExit
 
 
 class Slow(Counting):

@@ -6,10 +6,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from odd_env import ODD, WRONG, Counting, Slow, Unreachable, broken, dying
+from odd_env import ODD, WRONG, Counting, Lingers, Sandbox, Slow, Unreachable, broken, dying
 
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.shared_workers import SharedWorkers
@@ -17,7 +18,7 @@ from hgpo_jax.rollout.workers import EnvFailure, EnvOutput, LocalWorkers
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, RunError
 
-MISHAPS = ["raise alarm", "leave", "unspeakable", "endless", "iterator", *(name for name in WRONG if name != "numpy")]
+MISHAPS = ["raise alarm", "leave", "cancel", "unspeakable", "endless", "iterator", *(name for name in WRONG if name != "numpy")]
 
 
 def play(workers, script: dict[int, list[str]], tasks: dict[int, int]):
@@ -146,6 +147,51 @@ def test_workers_that_die_or_hang_are_replaced_and_the_others_go_on():
     assert not any(process.is_alive() for process in processes)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_what_environments_start_ends_with_them(tmp_path, count):
+    """Programs can be terminated, other processes asked, and at the end environments are closed."""
+    make = functools.partial(Sandbox, str(tmp_path))
+    workers = ProcessWorkers(make, 1, 8, time_limit=30) if count else LocalWorkers(make)
+    outputs = play(workers, {0: ["add 1", "fail"], 1: ["add 1", "add 1"]}, {0: 2, 1: 2})
+    assert [answer.observation for answer in outputs[1]] == ["at 2", "at 3", "at 4"]
+    assert isinstance(outputs[0][-1], EnvFailure)
+    notes = (tmp_path / "notes").read_text().split()
+    assert (notes.count("closed"), len(notes)) == (2, 5)  # the one for the spec, and the one that failed
+    workers.close()
+    notes = (tmp_path / "notes").read_text().split()
+    assert (notes.count("closed"), len(notes)) == (3, 6)
+
+
+def test_workers_end_at_the_same_time_and_a_dead_one_is_known_whatever_it_has_forked(tmp_path):
+    workers = ProcessWorkers(functools.partial(Lingers, str(tmp_path)), 8, 8, time_limit=60)
+    outputs = play(workers, {episode: ["add 1"] for episode in range(7)} | {7: ["die"]}, dict.fromkeys(range(8), 2))
+    assert outputs[7][-1].reason.startswith("its worker process died")
+    workers.close()
+    assert len(set((tmp_path / "ended").read_text().split())) >= 8  # those for the spec, too
+
+
+def test_a_worker_whose_parent_is_gone_ends_and_all_that_it_has_forked(tmp_path):
+    (tmp_path / "dies.py").write_text(
+        "import os, sys\nfrom hgpo_jax.rollout.process_workers import ProcessWorkers\nfrom odd_env import Lingers\n"
+        "if __name__ == '__main__':\n    workers = ProcessWorkers(Lingers, 1, 1)\n    workers.send([(0, 2, ())])\n"
+        "    list(workers.receive(1))\n    os._exit(0)\n"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
+    given = {"env": os.environ | {"PYTHONPATH": paths}, "cwd": tmp_path, "stderr": subprocess.DEVNULL}
+    subprocess.check_output([sys.executable, tmp_path / "dies.py"], timeout=60, **given)  # until nobody can write to its output
+
+
+def test_what_a_killed_worker_has_started_is_killed_with_it(tmp_path):
+    workers = ProcessWorkers(functools.partial(Sandbox, str(tmp_path)), 1, 8, time_limit=1)
+    play(workers, {0: ["add 1", "hang"]}, {0: 2})
+    *_, pid = (int(note) for note in (tmp_path / "notes").read_text().split() if note != "closed")
+    workers.close()
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.slow  # it waits for what hangs
 def test_a_replaced_worker_has_time_to_play_what_it_takes_over():
     """Four steps take longer than one answer may."""
@@ -224,7 +270,7 @@ def test_a_worker_that_cannot_be_replaced_ends_the_run(tmp_path):
 
 
 def test_workers_that_nobody_ended_do_not_keep_a_program_from_ending(tmp_path):
-    """Once it hung: the interpreter waited for processes that ignore its signal."""
+    """Once it hung: the interpreter waits for processes that nobody has asked to end."""
     (tmp_path / "forgets.py").write_text(
         "from hgpo_jax.rollout.process_workers import ProcessWorkers\n"
         "from odd_env import Counting\n"
