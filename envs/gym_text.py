@@ -168,7 +168,7 @@ class GymnasiumText:
         if self._survival:
             return not terminated
         for name in ("is_success", "success") if self._won_above is None else ():
-            if name in self._info:
+            if self._info.get(name) is not None:
                 return bool(self._info[name])
         above = self._usually_above if self._won_above is None else self._won_above
         return None if above is None else terminated and reward > above
@@ -187,6 +187,10 @@ class GymnasiumText:
         if self._bot is None:
             self._bot = self._levels.Bot(self._make())
         return list(self._numbers)[self._bot.action(self._task, self._past_actions)]
+
+    def close(self) -> None:
+        """Ends the environment."""
+        self._env.close()
 
     # -- what it is made of -------------------------------------------------------------------------------------
 
@@ -220,6 +224,15 @@ class GymnasiumText:
             raise ValueError(one_line(f"{option}: {self._id} has {count} actions; name each, in the order of their numbers"))
         return {name: int(space.start) + index for index, name in enumerate(names)}
 
+    def _drawing(self) -> str:
+        """Returns the text that the environment draws. Raises ValueError."""
+        drawn = self._env.render()
+        drawn = "\n".join(map(str, drawn)) if isinstance(drawn, list | tuple) else drawn
+        if not isinstance(drawn, str):
+            kind = type(drawn).__name__
+            raise ValueError(f"id={self._id}: draws a {kind} instead of a text; give describe=FILE.py:NAME")
+        return drawn
+
     def _known_goal(self, facts: Facts, described: bool) -> str:
         goal = facts.goal or f"solve {self._id}"
         return goal if described or not facts.legend else f"{goal}; {facts.legend}"
@@ -236,7 +249,7 @@ class GymnasiumText:
             return self._levels.describe
         if "ansi" in (self._env.metadata.get("render_modes") or ()) and "render_mode" not in self._options:
             self._env = self._make(render_mode="ansi")
-            return lambda _: plain(self._env.render())
+            return lambda _: plain(self._drawing())
         if _whole_numbers(self._env.observation_space):
             return _numbers_text
         kind = f"{self._env.observation_space!s:.80}"

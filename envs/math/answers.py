@@ -26,8 +26,12 @@ _NUMBER = re.compile(r"([-+]?)\$?(\d+(?:,\d{3})*|(?=\.\d))(\.\d+)?(?:/(\d+))?\.?
 _WRITTEN = {r"\$": "$", "{,}": ",", r",\!": ",", "\u2212": "-"}  # in LaTeX, or by a typesetter -> plain
 # What is still to be calculated. A sign alone, and degrees, are not.
 _OPERATION = re.compile(
-    r"[+*!\u00d7\u00f7\u00b7]|\\(?:times|cdot|div|sqrt|d?t?binom)\b|[\d)}]\s*[-\u2212]|\^(?!\s*\{?\s*\\circ)"
+    r"[+*!|:\u00d7\u00f7\u00b7]|[\d)}]\s*[-\u2212]|\^(?!\s*\{?\s*\\circ)"
+    r"|\\(?:times|cdot|div|sqrt|d?t?binom|log|ln|lg|exp|gcd|lcm|max|min|[lr]floor|[lr]ceil|(?:arc)?(?:sin|cos|tan)h?|sec|csc|cot|sum|prod|int"
+    r"|[bp]?mod|over|operatorname|[lr]?[vV]ert|arg|deg|Pr)"
+    r"(?![A-Za-z])"
 )
+_DIVISION = re.compile(r"[\d)}]\s*/\s*[\d({\\]")  # a fraction in LaTeX is one, as math-verify has it
 # A unit with its power, and a power of ten: no calculation.
 _AS_WRITTEN = re.compile(
     r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\s*\^\s*\{?-?\d+\}?"
@@ -76,16 +80,20 @@ def is_right(answer: str, right: str, latex: bool = False) -> bool:
     """Whether an answer means the same as the right one. It may be in a \\boxed, and is at most LENGTH characters long.
 
     latex: whether math-verify compares what is no plain number; otherwise only plain numbers are right. Where the right one
-      is, an expression that would have to be calculated first is wrong: the calculator would be of no use.
+      is, an expression that would have to be calculated first is wrong, and so is a division for a whole number: the
+      calculator would be of no use.
     """
     if len(answer) > LENGTH:
         return False
     answer = (boxed(answer) or answer).strip()
     wanted, found = number(right), number(answer)
+    if wanted is not None and answer != right:
+        written = _AS_WRITTEN.sub("", answer)
+        divides = wanted.denominator == 1 and _DIVISION.search(written)
+        if divides or (found is None and _OPERATION.search(written)):
+            return False
     if wanted is not None and found is not None:
         return wanted == found
-    if wanted is not None and answer != right and _OPERATION.search(_AS_WRITTEN.sub("", answer)):
-        return False
     return latex and bool(answer) and (answer == right or _VERIFIER.agrees(right, answer))
 
 

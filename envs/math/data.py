@@ -1,13 +1,14 @@
 """Problems from JSON Lines in the layouts of GSM8K, MATH and those that follow them: a folder with train.jsonl and test.jsonl.
 
-A line has a `question`, `problem` or `prompt`, a text or chat messages, of which the last is asked (DAPO-Math, verl). Its
-`answer`, `final_answer` or verl's `reward_model.ground_truth` is the answer, or ends with "#### " and it, as GSM8K's; else a
-`solution` is, or has it in \\boxed{}, as MATH's. `type` or `subject`, if there is one, is the kind of the problem.
+A line has a `question`, `problem` or `prompt`, a text or chat messages, of which the user's last is asked (DAPO-Math, verl).
+Its `answer`, `final_answer` or verl's `reward_model.ground_truth` is the answer, or ends with "#### " and it, as GSM8K's; else
+a `solution` is, or has it in \\boxed{}, as MATH's. `type` or `subject`, if there is one, is the kind of the problem.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,11 @@ from hgpo_jax.envs.math.problems import Problem
 FILES = ("train.jsonl", "test.jsonl")
 QUESTIONS = ("question", "problem", "Question", "Problem", "prompt")
 ANSWERS = ("answer", "Answer", "final_answer")
+_WORD, _VERB = (
+    re.compile(r"[^\W\d_]{2,}"),
+    re.compile(r"=|\b(?:is|are|was|were|has|have|had|will|gives?|gets?|equals?)\b", re.IGNORECASE),
+)
+_BEGINNING = re.compile(r"(?:(?:so|thus|hence|therefore),? )?the (?:final )?answer is\b", re.IGNORECASE)
 NO_VERIFIER = "needs math-verify to compare it; pip install 'hgpo_jax[math]'"
 
 
@@ -71,9 +77,17 @@ def _read(line: bytes, where: str) -> tuple[str, str, str]:
         raise ValueError(f"{where}: has no answer; give {marks}")
     if len(answer) > answers.LENGTH:
         raise ValueError(f"{where}: its answer has more than {answers.LENGTH} characters; shorten it, or remove the line")
+    if answers.number(answer) is None and _is_sentence(answer):
+        raise ValueError(f"{where}: its answer is a sentence, {answer!r:.60}, which none would give; give the result alone")
     if answers.number(answer) is None and not answers.has_verifier():
         raise ValueError(f"{where}: the answer {answer!r:.40} {NO_VERIFIER}")
     return _text(record.get("type")) or _text(record.get("subject")) or "problem", question, answer
+
+
+def _is_sentence(answer: str) -> bool:
+    """Whether an answer is a whole sentence, as of a solution, which nobody would give word for word."""
+    ends = answer.rstrip().endswith((".", "!", "?")) and len(_WORD.findall(answer)) >= 3
+    return "\\" not in answer and bool((ends and _VERB.search(answer)) or _BEGINNING.match(answer))
 
 
 def _answer(record: dict[str, Any]) -> str:
@@ -91,8 +105,10 @@ def _answer(record: dict[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Returns a text or number as text, of a list with one item that, and of chat messages the last one's; "" for others."""
+    """Returns a text or number as text, of a list with one item that, and of chat messages the user's last; "" for others."""
     if isinstance(value, list) and value:
-        last = value[-1]
-        return _text(last.get("content")) if isinstance(last, dict) else _text(last) if len(value) == 1 else ""
+        if all(isinstance(message, dict) for message in value):
+            asked = [message for message in value if message.get("role", "user") == "user"]
+            return _text(asked[-1].get("content")) if asked else ""
+        return _text(value[0]) if len(value) == 1 else ""
     return value.strip() if isinstance(value, str) else str(value) if type(value) in (int, float) else ""

@@ -12,9 +12,12 @@ there is nothing else. A passage is {"id": "...", "contents": "\"title\"\ntext"}
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,9 @@ def read_folder(folder: str) -> tuple[tuple[Question, ...], tuple[Question, ...]
     return tuple(q for n, q in enumerate(questions, 1) if n % HELD_OUT), questions[HELD_OUT - 1 :: HELD_OUT]
 
 
+_BETWEEN = re.compile(r"""(['"])\s+(['"])""")  # the end of a text and the beginning of the next
+
+
 def read_questions(file: Path) -> tuple[Question, ...]:
     """Reads a file of questions. Raises ValueError, which names the file and the line."""
     questions = []
@@ -93,10 +99,18 @@ def _answers(record: dict[str, Any]) -> list[Any]:
     """Returns the answers of a record, each once, without empty ones."""
     of_reward = record.get("reward_model")
     truth = of_reward.get("ground_truth") if isinstance(of_reward, dict) else None
-    given = [record.get(name) for name in ("golden_answers", "answers", "answer")]
+    given = [record.get(name) for name in ("golden_answers", "answers", "answer", "possible_answers")]
     given.append(truth.get("target") if isinstance(truth, dict) else truth)
     value: Any = next((value for value in given if value not in (None, [], "")), [])
-    if isinstance(value, dict):  # TriviaQA's
+    if (
+        isinstance(value, str) and value.startswith("[") and value.endswith("]")
+    ):  # a list that was printed, NumPy's without commas
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            read = ast.literal_eval(_BETWEEN.sub(r"\1, \2", value))
+            value = read if read and all(isinstance(each, str) for each in read) else value
+    if isinstance(value, dict) and isinstance(value.get("text"), list):  # SQuAD's
+        value = value["text"]
+    elif isinstance(value, dict):  # TriviaQA's
         value = [value.get("value"), *(value.get("aliases") or [])]
     aliases = record.get("answer_aliases") or []  # MuSiQue's
     found = [*(value if isinstance(value, list) else [value]), *(aliases if isinstance(aliases, list) else [aliases])]

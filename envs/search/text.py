@@ -67,7 +67,7 @@ def shown(passage: str) -> str:
     if not line_break or len(quoted) < 3 or not quoted[0] == quoted[-1] == '"':
         return " ".join(passage.split())[:MAX_PASSAGE]
     title = quoted.strip('"')
-    return (text if text.startswith(title) else f"{title}: {text}")[:MAX_PASSAGE]
+    return (text if re.match(rf"{re.escape(title)}(?!\w)", text) else f"{title}: {text}")[:MAX_PASSAGE]
 
 
 class SearchText:

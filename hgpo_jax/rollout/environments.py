@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -117,11 +118,25 @@ def webshop_files(folder: str) -> list[Path]:
     """
     if Path(folder, "meta.json").is_file():  # which is written last
         return [Path(folder)]
-    files = [sorted(Path(folder).glob(f"{stem}*.json*"))[:1] for stem in ("items_shuffle", "items_ins")]
-    if not all(files):
+    catalogues, attributes = (_by_size(Path(folder), stem) for stem in ("items_shuffle", "items_ins(?:_v2)?"))
+    pairs = [(catalogues[size], attributes[size]) for size in sorted(catalogues.keys() & attributes.keys())]
+    if len(catalogues) == len(attributes) == 1:
+        pairs = list(zip(catalogues.values(), attributes.values(), strict=True))
+    if not pairs:
         built = "or a catalogue that hgpo_jax.envs.webshop.catalogue has built"
         raise ValueError(f"expected WebShop's items_shuffle*.json and items_ins*.json (or .json.gz) in it, {built}")
-    return [file for (file,) in files]
+    if len(pairs) > 1:
+        names = " and ".join(catalogue.name for catalogue, _ in pairs)
+        raise ValueError(f"holds the catalogues {names}; give a folder with one of them and its attributes")
+    return [*pairs[0]]
+
+
+def _by_size(folder: Path, stem: str) -> dict[str, Path]:
+    """Returns WebShop's files of a kind by the end of their names, as "_1000" of the small catalogue's and "" of the whole
+    one's. stem: a regular expression."""
+    files = sorted(folder.glob("items_*")) if folder.is_dir() else []
+    matches = ((re.fullmatch(rf"{stem}(.*)\.json(?:\.gz)?", file.name), file) for file in files)
+    return {match[1]: file for match, file in matches if match}
 
 
 def search_text(kinds: Kinds, config: Config) -> Makers:

@@ -22,6 +22,7 @@ from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import check_text
 from hgpo_jax.trainer import provenance
 from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.refusals import refused
 
 TAXI = max(name for name in gymnasium.registry if name.startswith("Taxi-v"))  # each release knows the newest version alone
 CLIFF = max(name for name in gymnasium.registry if name.startswith("CliffWalking-v"))
@@ -201,12 +202,38 @@ FALL, STAND = {"id": "CartPole-v1"}, {"id": "CartPole-v1", "max_turns": 3}
     ({"id": "Survey-v0", "is_success": np.True_, "max_turns": 9}, True, False),
     ({"id": "Survey-v0", "success": 0.0, "max_turns": 9}, False, False), ({"id": "Survey-v0", "max_turns": 9}, None, False),
     ({"id": "Survey-v0", "success": False, "max_turns": 9, "won_above": 0.5}, True, False),
-    ({"id": "Survey-v0", "success": True, "max_turns": 2}, True, True),
+    ({"id": "Survey-v0", "success": True, "max_turns": 2}, True, True), ({"id": "Survey-v0", "success": None}, None, False),
+    ({"id": "Survey-v0", "is_success": None, "success": True, "max_turns": 9}, True, False),
 ])  # fmt: skip
 def test_success_is_what_is_said_and_a_time_limit_is_no_end_of_the_task(given, won, truncated):
     *before, (_, _, _, done, info) = play(GymnasiumText(describe=f"{__name__}:told", **given), 0, ["action 0"] * 50)
     assert done and info == said(won=won, truncated=truncated)
     assert all(answer[4] == said() for answer in before[1:])
+
+
+class Drawn(Survey):
+    """Draws a text, or a list of its lines, or something else."""
+
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012
+
+    def __init__(self, drawing, render_mode=None):
+        super().__init__()
+        self.drawing = drawing
+
+    def render(self):
+        return self.drawing
+
+
+gymnasium.register("Drawn-v0", entry_point=Drawn)
+
+
+def test_a_drawing_is_a_text_or_its_lines():
+    for drawing in ("a\nb", ["a", "b"], ("a", "b")):
+        env = GymnasiumText("Drawn-v0", drawing=drawing)
+        assert env.reset(0)[0] == "a\nb"
+        env.close()
+    with refused("id=Drawn-v0: draws a ndarray instead of a text; give describe=FILE.py:NAME"):
+        GymnasiumText("Drawn-v0", drawing=np.zeros(3)).reset(0)
 
 
 def told(observation, level):

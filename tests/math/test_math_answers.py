@@ -31,7 +31,8 @@ def test_other_texts_are_no_numbers(text):
     ("9**9**9", "72", False), ("$18$", "18", True), ("\\(18\\)", "18", True), ("\\[ 18. \\]", "18", True),
     ("\\$18", "18", True), ("10{,}000", "10000", True), ("10,\\!000", "10000", True), ("\u22123", "-3", True),
     ("$18", "18", True), ("$5$6$", "56", False),
-    ("\\frac{144}{2}", "72", False), ("7" * LENGTH + "2", "72", False), ("{" * 100, "72", False),
+    ("\\frac{144}{2}", "72", False), ("144/2", "72", False), ("72/1", "72", False), ("144/2", "144/2", True),
+    ("6/8", "3/4", True), ("1/2", "0.5", True), ("+5", "5", True), ("7" * LENGTH + "2", "72", False), ("{" * 100, "72", False),
     ("72" + " " * 10**5, "72", False),
 ])  # fmt: skip
 def test_plain_answers(answer, right, wanted):
@@ -49,7 +50,9 @@ def test_the_last_box_holds_the_answer(text, wanted):
 @pytest.mark.needs("math-verify")
 def test_latex_is_compared_and_never_hangs(monkeypatch):
     right = [("0.5", "\\frac{1}{2}"), ("\\boxed{\\frac{10}{2}}", "5"), ("1+x^2", "x^2+1"), ("\\sqrt{12}", "2\\sqrt{3}")]
-    for answer in ("3+1", "4!", "2\\cdot 2", "7 - 3", "2^2", "\\sqrt{16}", "x = 5 - 1"):  # the calculator's work
+    work = "3+1", "4!", "2\\cdot 2", "2\\cdot2", "1\\times4", "7 - 3", "2^2", "\\sqrt{16}", "x = 5 - 1", "8 / 2", "x=8/2"
+    work += "8:2", "8 \\over 2", "\\operatorname{lcm}(2,4)", "\\lvert -4\\rvert"
+    for answer in (*work, "\\log_2 16", "\\gcd(8,12)", "\\left|-4\\right|", "\\lfloor 4.5 \\rfloor", "4\\sin(\\frac{\\pi}{2})"):
         assert not is_right(answer, "4", latex=True)
     right += [("4\\text{ apples}", "4"), ("x=4", "4"), ("-\\frac{8}{2}", "-4"), ("90^\\circ", "90"), ("16\\text{ cm}^2", "16"),
               ("16 \\text{ cm}^{2}", "16"), ("5\\times 10^{3}", "5000"), ("x - 1", "x-1")]

@@ -130,7 +130,9 @@ ASKED = [{"role": "system", "content": "Think."}, {"role": "user", "content": "2
     ({"problem": "2?", "solution": "So $\\boxed{\\left\\{ 3 \\right.}$"}, "\\left\\{ 3 \\right."),
     ({"question": "2?", "answer": "1 + 1 = 2\n#### 2", "final_answer": "3"}, "2"),
     ({"question": "2?", "answer": "A half.\n#### \\frac{1}{2}"}, "\\frac{1}{2}"),
-    ({"question": "2?", "answer": "#### 5 g"}, "5 g"),
+    *[({"question": "2?", "answer": some}, some) for some in ("No solution.", "10 sq. in.", "字 " * 60 + "字")],
+    ({"question": "2?", "answer": "#### 5 g"}, "5 g"), ({"question": "2?", "answer": "two lines"}, "two lines"),
+    ({"prompt": [*ASKED, {"role": "assistant", "content": "So."}], "answer": "3"}, "3"),  # for supervised training
 ])  # fmt: skip
 def test_layouts_of_the_hub(line, found, monkeypatch):
     monkeypatch.setattr(data.answers, "has_verifier", lambda: True)  # without math-verify only plain numbers are read
@@ -144,6 +146,9 @@ def test_layouts_of_the_hub(line, found, monkeypatch):
     ({"question": "2?", "answer": "It is two. " * 30}, "its answer has more than 200 characters"),
     ({"problem": "2?", "solution": "two"}, "has no answer"),
     ({"problem": "2?", "answer": "1" * 201}, "its answer has more than 200 characters"),
+    ({"question": "2?", "answer": "The answer is 42."}, "its answer is a sentence"),
+    ({"question": "2?", "answer": "She has 3 + 4 = 7 apples."}, "its answer is a sentence"),
+    ({"prompt": [{"role": "assistant", "content": "So."}], "answer": "3"}, "unknown layout"),
     ({"prompt": "2?"}, "has no answer"), ({"question": [3, 4]}, "unknown layout"), ({}, "unknown layout"),
     ({"prompt": "2?", "reward_model": {}}, "has no answer"), ({"question": "2?", "answer": None}, "has no answer"),
 ])  # fmt: skip

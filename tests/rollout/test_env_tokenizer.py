@@ -9,10 +9,11 @@ from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer, template_of
-from hgpo_jax.rollout.environments import environment
+from hgpo_jax.rollout.environments import environment, webshop_files
 from hgpo_jax.rollout.runners import TextRunner
 from hgpo_jax.setup.memory import configs_by_policy, workload_of
 from hgpo_jax.utils.errors import ConfigError
+from tests.helpers.refusals import refused
 from tests.helpers.tiny import mesh_of
 
 ENV = '''
@@ -69,6 +70,24 @@ def test_answers_keep_their_capitals_where_the_original_does_not_take_them(name,
     form = TextRunner(given, found, *found.text(given), {"": model}, {"": tokenizer}, mesh).formats[0]
     ids = form.frame.text.encode(["<think></think><action>Answer[Paris]</action>"])[0]
     assert form.parse(ids)[1:] == (action, True)
+
+
+def test_a_shops_catalogue_has_its_own_attributes(tmp_path):
+    def put(*names):
+        (folder := tmp_path / str(len(list(tmp_path.iterdir())))).mkdir()
+        for name in names:
+            (folder / name).touch()
+        return str(folder)
+
+    found = lambda *names: [file.name for file in webshop_files(put(*names))]  # noqa: E731
+    pair = ["items_shuffle_1000.json.gz", "items_ins_v2_1000.json"]
+    assert found(*pair, "items_human_ins.json", "items_shuffle_1000.json.gz.part") == pair
+    assert found(*pair, "items_ins_v2.json") == found(*pair, "items_shuffle.json") == pair
+    assert found("items_shuffle.json", "items_ins_1.json") == ["items_shuffle.json", "items_ins_1.json"]  # the only ones
+    with refused("holds the catalogues items_shuffle.json and items_shuffle_1000.json.gz; give a folder with one of them"):
+        found(*pair, "items_shuffle.json", "items_ins_v2.json")
+    with refused("expected WebShop's items_shuffle"):
+        found("items_shuffle.json", "items_shuffle_1000.json", "items_ins_v2_50.json")
 
 
 def test_a_template_of_the_users_wins(config, tmp_path):

@@ -148,6 +148,9 @@ def test_layouts_of_questions_and_passages(tmp_path):
     ({"answers": ["x", "y"]}, ("x", "y")), ({"golden_answers": ["x", "", 1999, "x"]}, ("x", "1999")),
     ({"answer": {"value": "x", "aliases": ["X", "x"]}}, ("x", "X")),  # TriviaQA
     ({"answer": "x", "answer_aliases": ["y"]}, ("x", "y")),  # MuSiQue
+    ({"answers": {"text": ["x", "x", "y"], "answer_start": [1, 5, 9]}}, ("x", "y")),  # SQuAD
+    ({"possible_answers": '["x", "y"]'}, ("x", "y")), ({"golden_answers": "['x', \"y's\"]"}, ("x", "y's")),  # PopQA, CSV files
+    ({"answer": "[sic]"}, ("[sic]",)), ({"answer": "[1]"}, ("[1]",)), ({"answers": "['a b' 'x']"}, ("a b", "x")),
     ({"reward_model": {"ground_truth": {"target": ["x"]}}}, ("x",)), ({"golden_answers": ["x"], "answer": "y"}, ("x",)),
 ])  # fmt: skip
 def test_answers_in_the_layouts_of_the_hub(tmp_path, record, found):

@@ -29,6 +29,14 @@ def begun(**options):
     return env
 
 
+@pytest.mark.parametrize(("passage", "read"), [
+    ('"Art"\nArt is a word.', "Art is a word."), ('"Art"\nArthur lived there.', "Art: Arthur lived there."),
+    ('"Paris"\nParisian cafes.', "Paris: Parisian cafes."), ('"Who?"\nWho? A song.', "Who? A song."),
+])  # fmt: skip
+def test_a_title_is_shown_where_the_text_does_not_begin_with_it(passage, read):
+    assert shown(passage) == read
+
+
 @pytest.mark.parametrize(("answer", "accepted", "exact", "overlap"), [
     ("Denver Broncos", ["Denver Broncos"], 1, 1),
     ("  the DENVER  broncos! ", ["Denver Broncos"], 1, 1),
