@@ -71,10 +71,12 @@ def export_checkpoint(
     target: str | Path,
     dtype: str | None = None,
     shard_size: int = safetensors_files.SHARD_SIZE,
+    mesh: str | None = None,
 ) -> None:
     """Writes a run's policy after this many iterations, of a checkpoint that is kept; of several policies each in a folder.
 
-    iteration: None for the one with the highest validation success. Others as in `export`. Raises ConfigError or RunError.
+    iteration: None for the one with the highest validation success. mesh: of the devices that read it; by default the run's.
+    Others as in `export`. Raises ConfigError or RunError.
     """
     from hgpo_jax.analysis import earlier_policies  # takes seconds to import, and other exports do not need it
 
@@ -83,7 +85,7 @@ def export_checkpoint(
     iteration = earlier_policies.best(folder) if iteration is None else iteration
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as place:
-        for name, saved in earlier_policies.save(folder, iteration, Path(place)).items():
+        for name, saved in earlier_policies.save(folder, iteration, Path(place), mesh).items():
             export(saved, target / name, dtype, shard_size)
 
 
@@ -128,15 +130,18 @@ def main() -> None:
     p.add_argument(
         "--iteration", metavar="N", type=_iteration, help="of a run, the policy of a kept checkpoint; best: by validation"
     )
+    p.add_argument("--mesh", metavar="SPEC", help="with --iteration, of the devices that read it; default: the run's; or auto")
     p.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; default: as they are stored")
     p.add_argument("--shard-size", metavar="SIZE", default="5GB", help="of a file at most, as in 500MB; default: 5GB")
     args = p.parse_args()
+    if args.mesh is not None and args.iteration is None:
+        raise ConfigError(f"--mesh {args.mesh}: goes with --iteration; other weights are copied without any devices")
     try:
         if args.iteration is None:
             export(args.source, args.to, args.dtype, shard_size(args.shard_size))
         else:
             number = None if args.iteration == "best" else args.iteration
-            export_checkpoint(args.source, number, args.to, args.dtype, shard_size(args.shard_size))
+            export_checkpoint(args.source, number, args.to, args.dtype, shard_size(args.shard_size), args.mesh)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     size = sum(file.stat().st_size for file in Path(args.to).rglob("*.safetensors"))

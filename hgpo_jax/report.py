@@ -198,7 +198,8 @@ def run_row(name: str, config: Config, done: int, curves: dict[str, list], held_
     """Returns a run's row in the table."""
     recent = lambda metric: [v for v in curves.get(metric, [])[-LAST:] if v is not None]  # noqa: E731
     mean = lambda metric: float(np.mean(recent(metric))) if recent(metric) else None  # noqa: E731
-    seconds = [mean(metric) for metric in curves if metric.startswith("seconds.")]
+    # Of a validation only some iterations have any; their sum is an iteration's share of them.
+    parts = [values[-LAST:] for metric, values in curves.items() if metric.startswith("seconds.") and any(values[-LAST:])]
     written = lambda value, form: "–" if value is None else format(value, form)  # noqa: E731
     return {
         "name": name,
@@ -207,7 +208,7 @@ def run_row(name: str, config: Config, done: int, curves: dict[str, list], held_
         "done": done,
         "success": written(mean("success"), ".1%"),
         "turns": written(mean("turns"), ".1f"),
-        "seconds": written(sum(seconds) if seconds and None not in seconds else None, ".2f"),
+        "seconds": written(sum(sum(filter(None, part)) / len(part) for part in parts) if parts else None, ".2f"),
         "held_out": held_out
         and {
             mode: {"success": f"{x['success']:.1%}", "interval": "{:.1%} to {:.1%}".format(*x["interval"])}

@@ -24,8 +24,10 @@ def best(folder: Path) -> int:
     return iteration
 
 
-def save(folder: Path, iteration: int, target: Path) -> dict[str, Path]:
+def save(folder: Path, iteration: int, target: Path, mesh: str | None = None) -> dict[str, Path]:
     """Writes a run's policies after this many iterations, adapters merged; returns policy name -> folder.
+
+    mesh: of the devices that read them; by default the run's.
 
     Raises ConfigError or RunError, in one line.
     """
@@ -33,16 +35,21 @@ def save(folder: Path, iteration: int, target: Path) -> dict[str, Path]:
     if iteration and iteration not in kept:
         there = ", ".join(map(str, kept)) or "none"
         raise ConfigError(f"{folder}: keeps no checkpoint of iteration {iteration}, but of {there}")
-    job, _, state = restore(folder, iteration)
+    job, _, state = restore(folder, iteration, mesh)
     params = job.merged_params(state.params, starting_params(job, folder) if job.adapted else state.params)
     with refusals():
         job.by_policy(functools.partial(save_trained, target), params)
     return {name: target / name for name in job.policies}
 
 
-def restore(folder: Path, iteration: int) -> tuple[Job, Any, TrainState]:
-    """Restores a run's (job, reference policy, training state) after this many iterations: from a checkpoint, or its start."""
+def restore(folder: Path, iteration: int, mesh: str | None = None) -> tuple[Job, Any, TrainState]:
+    """Restores a run's (job, reference policy, training state) after this many iterations: from a checkpoint, or its start.
+
+    mesh: as in `save`.
+    """
     config = read_config(folder)
+    if mesh is not None:
+        config = config.model_copy(update={"mesh": mesh, "rollout": config.rollout.model_copy(update={"mesh": ""})})
     job = build(config)
     start = starting_params(job, folder)
     _, init = make_train_step(job)

@@ -163,7 +163,7 @@ def bytes_apart(config: Config, mesh, rollout_mesh) -> tuple[dict, dict]:
 
 def of_playing(phases: dict[str, dict[str, int]]) -> dict[str, dict[str, int]]:
     """Returns what a job needs that only plays: an evaluation, of weights without adapters."""
-    kept = ("parameters", "episodes", GOING_ON)
+    kept = ("parameters", "episodes")
     return {
         "always": {name: size for name, size in phases["always"].items() if name in kept},
         "sampling": phases["sampling"],
@@ -420,7 +420,7 @@ def refuse_too_large(mesh: str, phases: dict[str, dict[str, int]], needed: int, 
     """
     if needed > USABLE * limit:
         say(table(phases))
-        raise ConfigError(
-            f"{mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take more devices "
-            "for fsdp or tensor, a smaller learner.microbatch_size or rollout.decode_batch_size, or learner.remat=full"
-        )
+        mend = "more devices for fsdp or tensor, or a smaller rollout.decode_batch_size"
+        if phases.get("update"):
+            mend = mend.replace("or a", "a smaller learner.microbatch_size or") + ", or learner.remat=full"
+        raise ConfigError(f"{mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take {mend}")

@@ -46,6 +46,10 @@ def _unless_done(step: Step, command: str) -> str:
 def slurm(plan: Plan, cell: Cell, runs: str) -> list[str]:
     """Returns the commands that submit training, and evaluations that wait for it."""
     machines, gpus = nodes(plan, cell)
+    config = config_of(plan, cell)
+    if config.rollout.mesh or (config.env.name == "agent" and machines * gpus > 1):
+        given = f"rollout.mesh={config.rollout.mesh}" if config.rollout.mesh else "env.name=agent"
+        raise ConfigError(f"{cell.name}: {given} works in a single process; give --launch shell")
     submit = f"sbatch --parsable --job-name={label(cell)} --nodes={machines} --ntasks-per-node={gpus} --gpus-per-node={gpus}"
     lines = []
     for step in steps(plan, cell, runs):

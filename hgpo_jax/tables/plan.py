@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import math
 import shlex
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -316,17 +317,17 @@ def cost(plan: Plan, cell: Cell) -> Cost:
     try:
         mesh = abstract_mesh(config.mesh)
         workload = memory.workload_of(config, mesh)
-        most = memory.peak(memory.bytes_by_phase(config, mesh, workload))
+        most = memory.peak(memory.bytes_of_run(config, mesh))
     except ValueError as error:
         raise ConfigError(f"{cell.name}: {error}") from None
     # Training ends with a sampled and a greedy evaluation.
-    evaluated = config.evaluation.episodes * (2 + len(setting.seeds) * len(setting.splits))
+    validations = math.ceil(config.iterations / config.evaluation.every) if config.evaluation.every else 0
+    evaluated = config.evaluation.episodes * (validations + 2 + len(setting.seeds) * len(setting.splits))
     episodes = config.iterations * config.rollout.prompt_groups * config.rollout.group_size + evaluated
     turns = setting.expected.turns or max_turns(config.env)
     prompt = setting.expected.prompt or workload.prompt
     response = setting.expected.response or workload.response
-    one = abstract_mesh("data=1")
-    whole = memory.of_state(memory.bytes_by_phase(config, one, memory.workload_of(config, one)))
+    whole = memory.of_state(memory.bytes_of_run(config, abstract_mesh("data=1")))
     disk = whole * (config.log.keep_checkpoints + config.log.keep_best + 1)
     hours, lacking = None, ""
     if setting.tpu:
@@ -337,7 +338,7 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         slice_, rates = abstract_mesh(setting.tpu.mesh), duration.RATES[chip]
         parts = duration.seconds_at_limits(config, slice_, workload, rates, turns, prompt, response)
         hours = config.iterations * sum(parts.values()) / duration.REACHED / 3600
-        there = memory.peak(memory.bytes_by_phase(config, slice_, memory.workload_of(config, slice_)))
+        there = memory.peak(memory.bytes_of_run(config, slice_))
         if there > memory.USABLE * memory.CHIPS[chip]:
             lacking = f"{there / memory.GiB:.3g} of {memory.CHIPS[chip] / memory.GiB:.3g} GiB"
     limit = episodes * max_turns(config.env) * (workload.prompt + workload.response)

@@ -9,19 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from hgpo_jax.config import Config
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.policy import load_policy, lora
@@ -32,7 +29,7 @@ from hgpo_jax.trainer.behavior_cloning import check_words, warm_start
 from hgpo_jax.trainer.checkpoint import Checkpoints
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
 from hgpo_jax.trainer.recorder import Recorder
-from hgpo_jax.trainer.step import TrainState, make_train_step, sample
+from hgpo_jax.trainer.step import TrainState, sample
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import is_remote
@@ -46,21 +43,27 @@ class Training:
     """Trains a job in its run folder.
 
     Args:
+      step: from `make_train_step`. like: the state before the first update, from `describe`: shapes and shardings are enough to
+        compile and to restore, and memory holds only one state besides the weights.
       done: iterations in the folder's checkpoint; 0 if training begins.
       stop: receives the signals.
       on_iteration: called with every row of metrics once it is written, in another thread.
     """
 
     def __init__(
-        self, job: Job, folder: Path, done: int, stop: Interruption, on_iteration: Callable[[dict], None] | None = None
+        self,
+        job: Job,
+        step: tuple[Callable, Callable],
+        like: TrainState,
+        folder: Path,
+        done: int,
+        stop: Interruption,
+        on_iteration: Callable[[dict], None] | None = None,
     ):
         self.job, self.config, self.folder, self.done, self.stop = job, job.config, folder, done, stop
         self.on_iteration = on_iteration
-        train_step, init = make_train_step(job)
-        # Shapes and shardings are enough to compile and to restore; memory holds only one state besides the weights.
-        like, given = describe(init(job.given_params)), describe(job.given_params)
-        if fault := distributed.broadcast_from_process_0(lambda: full_disk(self.config, folder, like.to_checkpoint(), done)):
-            raise ConfigError(fault)
+        train_step, init = step
+        given = describe(job.given_params)
         executor = ThreadPoolExecutor(1, COMPILING)
         compiling = executor.submit(compile_ahead, job, train_step, like, given)
         executor.shutdown(wait=False)  # so that its thread ends when it has compiled
@@ -117,7 +120,8 @@ class Training:
         trained, played = self.state.params, self._rollout_params()
         if self.job.partial:
             self.job.partial.close()
-        del self.state  # with adapters, the frozen weights are read back in float32
+        # Evaluations need the memory; with adapters, the frozen weights are read back in float32.
+        del self.state, self.reference, self.train_step
         base = starting_params(self.job, self.folder) if self.job.adapted else trained
         return self.job.merged_params(trained, base, donate=self.job.adapted), played
 
@@ -214,21 +218,6 @@ class Training:
                 if is_remote(remote.shown(self.folder)):
                     self.checkpoints.wait()
                     remote.send(self.folder, again=True)
-
-
-def full_disk(config: Config, folder: Path, state: Any, done: int) -> str:
-    """Says that the disk of a run's folder cannot hold its checkpoints; "" if it can.
-
-    state: what one holds, from `describe`. The one that is being written is there beside those that are kept.
-    """
-    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
-    left = math.ceil((config.iterations - done) / config.log.checkpoint_every)
-    there = sum(path.name.isdecimal() for path in (folder / "checkpoints").glob("*"))  # not those that are damaged or partial
-    count = min(left, max(0, config.log.keep_checkpoints + config.log.keep_best + 1 - there))
-    if (free := shutil.disk_usage(folder).free) >= count * size:
-        return ""
-    needs = f"{count} checkpoint{'s' * (count > 1)} of {size / 1e9:.3g} GB more"
-    return f"run_dir={folder}: needs room for {needs}, and its disk has {free / 1e9:.3g} GB left; give another, or make room"
 
 
 def describe(tree):

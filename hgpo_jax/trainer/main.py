@@ -44,8 +44,9 @@ from hgpo_jax.setup.sight import check_sight, shown
 from hgpo_jax.setup.validate import check_together, mesh_of_rollouts
 from hgpo_jax.trainer.curves import plot_curves
 from hgpo_jax.trainer.interruption import Interrupted, Interruption
-from hgpo_jax.trainer.loop import COMPILING, Training, refusals
+from hgpo_jax.trainer.loop import COMPILING, Training, describe, refusals
 from hgpo_jax.trainer.run_folder import find_run, take_folder
+from hgpo_jax.trainer.step import make_train_step
 from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import atomic_write, is_remote
@@ -203,9 +204,11 @@ def run(
     with contextlib.ExitStack() as held:
         job = build(config, *meshes)
         held.callback(job.close)
+        step = make_train_step(job)
+        like = describe(step[1](job.given_params))
 
         def take() -> tuple[int, list[str], list[str]]:
-            lock, done, faults, changes = take_folder(config, folder, resuming)
+            lock, done, faults, changes = take_folder(config, folder, resuming, like.to_checkpoint())
             held.callback(lock.release)
             current().write_to(folder)
             return done, faults, changes
@@ -214,7 +217,7 @@ def run(
         stop.saved = first
         _describe_run(job, folder, resuming, first, faults, changes)
         with remote.writing(folder):
-            train_and_evaluate(job, folder, first, stop, on_iteration)
+            train_and_evaluate(job, Training(job, step, like, folder, first, stop, on_iteration), folder)
 
 
 def _describe_run(job: Job, folder: Path, resuming: bool, first: int, faults: list[str], changes: list[str]) -> None:
@@ -264,12 +267,10 @@ def has_default_rate(policy: PolicySetup) -> bool:
     return bool(policy.settings.policy.source) and size > LARGE and policy.settings.learner.lr == default
 
 
-def train_and_evaluate(
-    job: Job, folder: Path, first: int, stop: Interruption, on_iteration: Callable[[dict], None] | None = None
-) -> None:
-    """Trains from iteration `first` on, evaluates, and writes the results of the run."""
+def train_and_evaluate(job: Job, training: Training, folder: Path) -> None:
+    """Trains, evaluates, and writes the results of the run."""
     writes = jax.process_index() == 0
-    params, played = Training(job, folder, first, stop, on_iteration).run()
+    params, played = training.run()
     with refusals():
         job.by_policy(functools.partial(save_trained, folder / "policy"), params)
     del params

@@ -40,9 +40,12 @@ class WeightsAndBiases:
             config=config,
             settings=wandb.Settings(silent=True),
         )
+        # Not by wandb's own steps, which never go back: iterations that a resumed run repeats would be left out.
+        self._run.define_metric("iteration")
+        self._run.define_metric("*", step_metric="iteration")
 
     def write(self, row: dict) -> None:
-        self._run.log({name.replace(".", "/"): value for name, value in flatten(row).items()}, step=row["iteration"])
+        self._run.log({name.replace(".", "/"): value for name, value in flatten(row).items()})
 
     def close(self) -> None:
         self._run.finish()

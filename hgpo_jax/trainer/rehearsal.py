@@ -150,7 +150,7 @@ def smaller(config: Config, axes: dict[str, int]) -> dict:
     rollout["decode_batch_size"] = min(rollout["decode_batch_size"], max(1, episodes // apart["data"] // 2))
     learner["minibatch_size"] = min(learner["minibatch_size"], 2 * learner["microbatch_size"] * shards)
     fields["env"]["budgets"] = [
-        min(turns, fields["env"]["max_turns"] - 1) for turns in config.env.budgets[: rollout["group_size"]]
+        max(1, min(turns, fields["env"]["max_turns"] - 1)) for turns in config.env.budgets[: rollout["group_size"]]
     ]
     fields |= {"run_dir": "", "iterations": 2, "name": f"rehearsal-{config.name}"[:100]}
     fields["log"]["wandb"] = False

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 from filelock import FileLock, Timeout
 
 from hgpo_jax import config as configuration
@@ -102,14 +105,17 @@ def run_folder(fields: dict, resume: str) -> tuple[Path, bool]:
     return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}", False
 
 
-def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock, int, list[str], list[str]]:
+def take_folder(config: Config, folder: Path, resuming: bool, state: Any) -> tuple[FileLock, int, list[str], list[str]]:
     """Claims the folder for this process, prepares it for training, and writes its config.yaml.
+
+    state: what a checkpoint holds, from `loop.describe`.
 
     Returns: (its lock, the iterations done, warnings about damaged later checkpoints, an end of the last process or changed
     outside code, messages about a change of length).
 
     Raises:
-      ConfigError: another process holds the folder, started a run there or has continued it since `find_run`.
+      ConfigError: another process holds the folder, started a run there or has continued it since `find_run`, or its disk is
+        too full for what is asked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     folder_lock = lock(folder)
@@ -117,12 +123,27 @@ def take_folder(config: Config, folder: Path, resuming: bool) -> tuple[FileLock,
         raise ConfigError(f"run_dir={folder}: another process has begun a run here; continue it with --resume {folder}")
     done, faults = resume_point(folder) if resuming else (0, [])
     refuse_fewer(config, folder, done)
+    refuse_full_disk(config, folder, state, done)
     changes = change_length(config, folder, done) if resuming else []
     faults += [*ended_compiling(folder), *provenance.record(config, folder, done)]
     drop_later(folder, done)
     with atomic_write(folder / "config.yaml") as file:
         file.write(configuration.dump(config))
     return folder_lock, done, faults, changes
+
+
+def refuse_full_disk(config: Config, folder: Path, state: Any, done: int) -> None:
+    """Raises ConfigError if the disk of a run's folder cannot hold its checkpoints.
+
+    state: as in `take_folder`. The one that is being written is there beside those that are kept.
+    """
+    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+    left = math.ceil((config.iterations - done) / config.log.checkpoint_every)
+    there = sum(path.name.isdecimal() for path in (folder / "checkpoints").glob("*"))  # not those that are damaged or partial
+    count = min(left, max(0, config.log.keep_checkpoints + config.log.keep_best + 1 - there))
+    if (free := shutil.disk_usage(folder).free) < count * size:
+        needs, has = f"{count} checkpoint{'s' * (count > 1)} of {size / 1e9:.3g} GB more", f"{free / 1e9:.3g} GB left"
+        raise ConfigError(f"run_dir={folder}: needs room for {needs}, and its disk has {has}; give another, or make room")
 
 
 def lock(folder: Path) -> FileLock:

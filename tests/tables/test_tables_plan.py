@@ -69,6 +69,22 @@ def test_cost_is_memorys_plan_and_the_counted_tokens():
     assert cost.tokens == episodes * 8 * 1200
 
 
+def test_cost_counts_validations_and_the_policies_of_all_roles(tmp_path):
+    team = ["env.name=household_team", "mesh=data=1", "iterations=12", "evaluation.episodes=100", "method=dr_mas"]
+    costs = []
+    for more in (["evaluation.every=0"], ["evaluation.every=5"], ["evaluation.every=5", "roles.carrier.policy=own"]):
+        table = SMALL["tables"][0] | {"settings": ["far"], "methods": ["own"], "baseline": None}
+        own = {"own": {"title": "O", "fields": []}}
+        plan = planning.read(write_plan(tmp_path, fields=[*team, *more], tables=[table], methods=own, published=None))
+        cell = planning.cells(plan)[0]
+        costs.append(planning.cost(plan, cell))
+    plain, validated, apart = costs
+    rollout = planning.config_of(plan, cell).rollout
+    once = 12 * rollout.prompt_groups * rollout.group_size + 100 * (2 + 3)
+    assert validated.limit / plain.limit == pytest.approx((once + 3 * 100) / once)
+    assert apart.disk == 2 * validated.disk and apart.bytes > validated.bytes == plain.bytes
+
+
 def test_a_listing_says_all(small, capsys, tmp_path):
     tables.main(["plan", str(tmp_path / "small.yaml"), "--runs", "R"])
     said = capsys.readouterr().out

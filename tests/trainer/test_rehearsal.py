@@ -170,5 +170,10 @@ def test_a_rehearsal_that_is_ended_leaves_nothing(tmp_path, monkeypatch):
 def test_the_stages_of_a_run_without_weights(tmp_path):
     """tests/trainer/test_text_training.py goes through all of a run's with weights."""
     stages, unseen = rehearsal._prepare(load("household", ["mesh=data=2", f"cache_dir={tmp_path}"]), tmp_path)
-    assert [title for title, _ in stages] == ["train one iteration", "resume for another", "evaluate", "report"]
+    run = str(tmp_path / "run")
+    assert [(title, *command[:2]) for title, command in stages] == [
+        ("train one iteration", "train", "--config"), ("resume for another", "train", "--resume"),
+        ("evaluate", "evaluate", run),
+        ("report", "report", run),
+    ]  # fmt: skip
     assert not unseen

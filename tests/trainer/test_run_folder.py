@@ -1,5 +1,6 @@
 """Whose folder it is: what may change where a run is resumed, the lock, and what a run leaves that died at once."""
 
+import contextlib
 import errno
 import functools
 import json
@@ -20,7 +21,7 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.policy import ModelConfig, Policy
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.setup.job import Job, PolicySetup
-from hgpo_jax.trainer import loop, main
+from hgpo_jax.trainer import loop, main, run_folder
 from hgpo_jax.trainer.behavior_cloning import warm_start
 from hgpo_jax.trainer.resume import (
     FREE_TO_CHANGE,
@@ -33,6 +34,7 @@ from hgpo_jax.trainer.resume import (
 from hgpo_jax.trainer.run_folder import LOCK, find_run, take_folder
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.heartbeat import COMPILING
+from tests.helpers.refusals import refused
 
 HF = Path(__file__).parents[1] / "policy" / "data" / "qwen2_tiny"
 
@@ -223,6 +225,7 @@ def test_what_a_role_has_of_its_own_is_compared_field_by_field(tmp_path):
 
 # Written down again: a field that slips into the product's list would let a resumed run learn something else, unsaid.
 CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers", "env.preload", "rollout.store", "rollout.mesh"}
+CHANGE_NOTHING |= {"learner.remat", "learner.offload", "reward.workers"}
 
 
 def test_every_field_is_compared_but_for_those_that_change_nothing_that_is_learned(tmp_path):
@@ -326,7 +329,7 @@ def test_rows_without_a_checkpoint_are_gone_before_checkpoints_are_due_earlier(t
     rows(folder, 20)  # killed before its first checkpoint
     (folder / "episodes").mkdir()
     often = configuration.load(None, [f"run_dir={folder}", "log.checkpoint_every=5"])
-    lock, *_ = take_folder(often, folder, True)
+    lock, *_ = take_folder(often, folder, True, {})
     lock.release()  # killed again, before its first iteration
     assert resume_point(folder) == (0, [])
 
@@ -349,9 +352,12 @@ def test_a_run_that_began_meanwhile_is_not_begun_again(tmp_path, monkeypatch):
         begun(folder)
         (folder / "episodes").mkdir()
         (folder / "episodes" / "iteration-00009.npz").touch()
-        return types.SimpleNamespace(close=lambda: None)
+        return types.SimpleNamespace(close=lambda: None, given_params=None)
 
     monkeypatch.setattr("hgpo_jax.trainer.main.build", slow_build)
+    state = types.SimpleNamespace(to_checkpoint=dict)
+    monkeypatch.setattr("hgpo_jax.trainer.main.make_train_step", lambda job: (None, lambda params: state))
+    monkeypatch.setattr("hgpo_jax.trainer.main.describe", lambda state: state)
     with pytest.raises(ConfigError, match="another process has begun a run here"):
         main.run(configuration.load(), (None, None), folder, False, None, None)
     assert (folder / "episodes" / "iteration-00009.npz").exists()
@@ -376,10 +382,22 @@ def test_a_full_disk_names_the_run_and_says_what_is_saved(tmp_path, monkeypatch)
 def test_a_disk_that_is_too_small_is_named_before_training(free, held, fields, said, tmp_path, monkeypatch):
     for number in range(held):
         (tmp_path / "checkpoints" / str(25 * number)).mkdir(parents=True)
-    monkeypatch.setattr(loop.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free))
     state = {"params": jnp.zeros((5, 2)), "opt_state": jnp.zeros(30, "int16")}
-    found = loop.full_disk(configuration.load(None, [*fields]), tmp_path, state, 0)
-    assert found.startswith(f"run_dir={tmp_path}: needs room for {said}") if said else found == ""
+    with refused(f"run_dir={tmp_path}: needs room for {said}", ConfigError) if said else contextlib.nullcontext():
+        run_folder.refuse_full_disk(configuration.load(None, [*fields]), tmp_path, state, 0)
+
+
+def test_a_longer_run_that_has_no_room_leaves_the_ended_one_as_it_is(tmp_path, monkeypatch):
+    folder = begun(tmp_path / "run", "iterations=2")
+    rows(folder, 2)
+    (folder / "evaluation.json").write_text("{}")
+    monkeypatch.setattr("hgpo_jax.trainer.run_folder.resume_point", lambda _: (2, []))
+    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=0))
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    with refused(f"run_dir={folder}: needs room for", ConfigError):
+        take_folder(configuration.load(None, ["iterations=9"]), folder, True, {"params": jnp.zeros(9)})
+    assert {file.name: file.read_bytes() for file in folder.iterdir() if file.name != LOCK} == before
 
 
 @pytest.fixture
@@ -411,7 +429,7 @@ def test_a_start_that_is_damaged_or_of_another_size_is_named(tmp_path, small, mo
 
 def test_a_folder_that_is_taken_or_cannot_be_written_is_named(tmp_path, monkeypatch, capsys):
     with filelock.FileLock(tmp_path / LOCK), pytest.raises(ConfigError, match="another process is writing this run"):
-        take_folder(configuration.load(), tmp_path, False)
+        take_folder(configuration.load(), tmp_path, False, {})
     assert not (tmp_path / "config.yaml").exists()
 
     def read_only(path, **_):
@@ -419,7 +437,7 @@ def test_a_folder_that_is_taken_or_cannot_be_written_is_named(tmp_path, monkeypa
 
     monkeypatch.setattr(Path, "mkdir", read_only)
     with pytest.raises(SystemExit, match=r"^1$"):
-        cli.run(lambda: take_folder(configuration.load(), tmp_path / "run", False))
+        cli.run(lambda: take_folder(configuration.load(), tmp_path / "run", False, {}))
     assert capsys.readouterr().err == f"error: {tmp_path / 'run'}: Read-only file system\n"
 
 
@@ -427,7 +445,7 @@ def test_a_folder_that_is_taken_or_cannot_be_written_is_named(tmp_path, monkeypa
 def test_what_the_last_process_compiled_when_it_ended_is_said(programs, tmp_path):
     begun(tmp_path)
     (tmp_path / COMPILING).write_text("".join(f"{program}\n" for program in programs))
-    held, _, faults, _ = take_folder(configuration.load(), tmp_path, True)
+    held, _, faults, _ = take_folder(configuration.load(), tmp_path, True, {})
     held.release()
     said = ["the last process of this run ended while it compiled the update, decoding"] if programs else []
     assert [fault.partition(";")[0] for fault in faults] == said
