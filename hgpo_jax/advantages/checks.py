@@ -6,7 +6,6 @@ Shapes, dtypes and options are checked always; values only on concrete arrays, b
 from __future__ import annotations
 
 import difflib
-import numbers
 from collections.abc import Callable, Iterable
 
 import jax
@@ -44,7 +43,7 @@ LARGEST = 1e15
 
 
 def _number(low: float, high: float) -> Callable[[object], bool]:
-    return lambda x: isinstance(x, numbers.Real) and not isinstance(x, bool) and low <= float(x) <= high
+    return lambda x: isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool) and bool(low <= x <= high)
 
 
 def _one_of(*names: str) -> Callable[[object], bool]:
@@ -54,10 +53,13 @@ def _one_of(*names: str) -> Callable[[object], bool]:
 # Options share their names, and so their meaning, among all estimators.
 OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
     "history_length": (
-        lambda x: isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 0,
+        lambda x: isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 0),
         "an integer of 0 or more",
     ),
-    "length_limit": (lambda x: x is None or (type(x) is int and x >= 1), "an integer of 1 or more, or None"),
+    "length_limit": (
+        lambda x: x is None or (isinstance(x, (int, np.integer)) and not isinstance(x, bool) and bool(x >= 1)),
+        "an integer of 1 or more, or None",
+    ),
     "gamma": (_number(0, 1), "a number from 0 to 1"),
     "lam": (_number(0, 1), "a number from 0 to 1"),
     # Their bounds keep (k + weight_offset)^alpha inside float32.

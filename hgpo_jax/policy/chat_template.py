@@ -113,9 +113,9 @@ class ChatFrame:
 
     Attributes:
       text: texts as token ids and back.
-      head, tail: token ids before and after the only user message, and the text that touches it.
-      lead, trail: that text, from the head's last special token on, and up to the tail's first. A word, or a line's end, may
-        begin in one of them and end in the message, so they are encoded with it.
+      head, tail: token ids before and after the only user message and the text that touches it.
+      lead, trail: the template's text that touches the message, from the last token of the head on and up to the first of the
+        tail. A word, or a line's end, may begin in it and end in the message, so it is encoded with it.
       trims: whether the template drops blanks before, and after, that message.
       opened: the part of the answer that the tail already contains: "", "<think>" or a whole, empty thought.
       has_switch: whether the template has a switch for `thinking`. hides_thoughts: whether it drops them from earlier

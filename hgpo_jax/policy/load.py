@@ -60,7 +60,7 @@ def _check_rows(folder: Path, policy: Policy) -> None:
     frame = [*policy.frame.head, *policy.frame.tail] if policy.frame else []
     added = set(tokenizer.get_added_vocab().values())
     plain = max((index for index in tokenizer.get_vocab().values() if index not in added), default=0)
-    ends = policy.end_tokens if frame or tokenizer.eos_token_id is not None else ()
+    ends = policy.end_tokens if policy.frame or tokenizer.eos_token_id is not None else ()
     if (largest := max([plain, *frame, *ends])) >= rows:
         token = tokenizer.convert_ids_to_tokens(largest)
         raise ValueError(f"policy {folder}: its tokenizer writes {token!r}, id {largest}, but the embedding has {rows} rows")

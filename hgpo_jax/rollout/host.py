@@ -100,7 +100,7 @@ class HostRollout:
 
     Args:
       make_env: makes one environment (see `workers.py`); must be picklable if there are worker processes.
-      format: prompts and actions, such as `chat_format.ChatFormat` or `words.WordFormat`; or {name of a policy: its own}, of
+      format: prompts and actions, such as `chat_prompts.ChatFormat`; or {name of a policy: its own}, of
         one prompt limit.
       graphdefs: {name of a policy: graph definition of the `Qwen2` whose parameters are passed}. Each of several policies has
         as many slots as a single one would have.

@@ -108,7 +108,8 @@ class SlotSampler:
     def use(self, params, keys, decoding: Decoding | None) -> None:
         """Samples with other weights, keys and distribution from now on.
 
-        A response that has begun goes on with its own key, from what earlier weights have computed of it. No other one does.
+        A response that has begun goes on with its own key, from what earlier weights have computed of it. Other
+        prompts are read anew.
         """
         if self._held and params is not self._params:
             self._held.forget()

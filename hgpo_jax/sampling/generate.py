@@ -98,8 +98,13 @@ def published_decoding(
         f"{name}={generation[name]}" for name, plain in PENALTIES.items() if generation.get(name, plain) not in (plain, None)
     ]
     if left_out:
-        log.warning("generation_config.json asks for %s, which is not done here", ", ".join(left_out))
+        _warn_once(f"generation_config.json asks for {', '.join(left_out)}, which is not done here")
     return Decoding(min_new=min_new).replace(**defaults | overrides)
+
+
+@functools.lru_cache(100)  # every answer of a chat has its decoding
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def sample_token(logits, keys, decoding: Decoding):

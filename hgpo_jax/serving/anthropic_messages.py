@@ -163,7 +163,7 @@ class MessagesBody(SamplingBody):
         if self.messages[-1].role == "assistant":
             last = "the last one is the assistant's, from which this server does not go on"
             raise ApiError(400, f"messages: {last}", param="messages")
-        blocks = [text for block in self.system if (text := _BILLING.sub("", block.text, count=1))]
+        blocks = [text for block in self.system if (text := _BILLING.sub("", block.text, count=1)) or not block.text]
         system = [{"role": "system", "content": "".join(blocks)}] if blocks else []
         tools = [] if self.tool_choice.type == "none" else self.tools
         conversation = Conversation(

@@ -50,7 +50,7 @@ def path(turns: Sequence[Turn], number: int | None) -> list[Turn]:
 def prompt_ids(texts: ServedText, conversation: Conversation, beginning: str, turns: Sequence[Turn]) -> list[int]:
     """Builds a prompt as `ServedText.conversation` does; messages that are answers of these turns, in order, keep their ids.
 
-    The last messages are those of the last turns: earlier ones, which another branch may have said word for word, come after.
+    The last messages are those of the last turns. So they are found first: another branch may have said the same before.
     An answer that called tools becomes a text again, if the template would show exactly this text for it.
     """
     messages, sampled, left = list(conversation.messages), dict[int, list[int]](), len(turns)

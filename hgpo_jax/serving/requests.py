@@ -70,14 +70,14 @@ class ApiError(Exception):
 
 
 class TooLong(ApiError):
-    """An answer to a prompt of more tokens, or of more characters than these can have, than are read.
+    """The refusal of a prompt that is longer than this server reads, in tokens or, before it is tokenized, in characters.
 
     The words are those of OpenAI's API, by which clients know this error.
     """
 
     def __init__(self, length: int, limit: int, unit: str = "tokens"):
-        read = f"this model's maximum context length is {limit:,} tokens, and the prompt has {length:,}"
-        super().__init__(400, read if unit == "tokens" else f"{read} {unit}", code="context_length_exceeded")
+        said = f"this model's maximum context length is {limit} {unit}, and the prompt has {length}"
+        super().__init__(400, said, code="context_length_exceeded")
         self.length, self.limit, self.unit = length, limit, unit
 
 
@@ -99,7 +99,7 @@ class Conversation:
 
     def __post_init__(self):
         """Raises ApiError for a tool that is to be called and is not there."""
-        self.messages = in_order(self.messages)
+        self._given, self.messages = self.messages, in_order(self.messages)
         names = [tool["function"]["name"] for tool in self.tools]
         if self.call and self.call not in names:
             raise ApiError(400, f"tool_choice: {self.call[:50]!r} is none of the tools", param="tool_choice")
@@ -109,7 +109,7 @@ class Conversation:
     @property
     def state(self) -> str:
         """The results of the last tools (`tool_results.py`), or else the last message that is not the assistant's."""
-        if (state := tool_state(self.messages)) is not None:
+        if (state := tool_state(self._given)) is not None:
             return state
         return next((one["content"] for one in reversed(self.messages) if one["role"] != "assistant"), "")
 
@@ -228,7 +228,7 @@ class CalledFunction(OpenBody):
         if not isinstance(arguments, str):
             return arguments
         try:
-            read = json.loads(arguments or "{}")
+            read = without_surrogates(json.loads(arguments or "{}"))
         except (ValueError, RecursionError):
             read = None
         return read if isinstance(read, dict) else {"arguments": arguments}

@@ -169,7 +169,7 @@ class Session:
         self._moved_on: set[str] = set()  # names of branches with a new request since their last turn
         self._named: dict[str, int] = {}  # a branch's name -> its number
         self._last: list[int] = []  # the number of each branch's last turn
-        self._given: dict[str | None, tuple[RewardRequest, int]] = {}  # by Idempotency-Key: rewards, and the turns there were
+        self._given: dict[Any, tuple[RewardRequest, int]] = {}  # rewards by Idempotency-Key, and the last of each place
         self._described: dict | None = None  # of one whose turns have gone
         self._heard = time.monotonic()
 
@@ -291,19 +291,26 @@ class Session:
         return branch if branch == self.branches or self._last[branch] == turn.parent else self.branches
 
     def has_been_given(self, posted: RewardRequest, key: str | None, again: bool) -> bool:
-        """Whether a reward is one that was accepted: of this Idempotency-Key, or the last one, if its client sends it `again`.
+        """Whether a reward was accepted before: with this Idempotency-Key, or, if its client sends it `again`, as the last one
+        of the turn or branch that it names.
 
-        Clients repeat what they have no answer to, and a reward may wait for one for long. If another turn has come since, a
-        repeated one is not the last: it was lost on its way.
+        Clients repeat what they have no answer to, and a reward may wait for one for long. If that branch has had another turn
+        since, a repeated one is not the last: it was lost on its way.
         """
         if key:
             return self._given.get(key, (None,))[0] == posted
-        return again and self._given.get(None) == (posted, len(self.turns))
+        return again and self._given.get((posted.turn, posted.branch)) == (posted, self._turns_before(posted))
+
+    def _turns_before(self, posted: RewardRequest) -> int:
+        """Returns the number of turns that a reward has waited for."""
+        name = self.waits_for(posted)
+        return sum(name in (None, turn.name) for turn in self.turns)
 
     def post(self, posted: RewardRequest, key: str | None = None) -> None:
         """Accepts a reward, with its Idempotency-Key. Raises ApiError."""
+        before = self._turns_before(posted)
         self._accept(posted)
-        self._given |= dict.fromkeys([None, key], (posted, len(self.turns)))
+        self._given |= dict.fromkeys([(posted.turn, posted.branch), *([key] if key else [])], (posted, before))
 
     def _accept(self, posted: RewardRequest) -> None:
         count = len(self.turns)

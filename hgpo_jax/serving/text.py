@@ -79,13 +79,16 @@ class ServedText:
                 beginning = f"\n{THINK_END}\n\n{beginning}"
             try:
                 ids = frame.conversation(messages, tools, sampled)
-            except ValueError:
+            except ValueError as error:
                 system = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
                 if len(system) < 2:
                     raise
                 joined = {"role": "system", "content": "\n\n".join(message["content"] for message in system)}
                 moved = {number - len(system) + 1: ids for number, ids in (sampled or {}).items()}
-                ids = frame.conversation([joined, *messages[len(system) :]], tools, moved)
+                try:
+                    ids = frame.conversation([joined, *messages[len(system) :]], tools, moved)
+                except ValueError:
+                    raise error from None  # which counts the messages as they are
             return ids + self.tags(beginning)
         if tools:
             raise ValueError("tools: this policy's chat template does not show any; leave them out")

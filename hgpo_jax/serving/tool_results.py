@@ -70,27 +70,30 @@ def _replace(text: str, kinds: dict[str, tuple[str, ...]]) -> str:
 def tool_state(messages: Sequence[dict[str, Any]]) -> str | None:
     """Returns the state of a conversation in which results of tools follow the assistant's last message; None for another.
 
-    It has every result, each after its call, and then the texts that follow, as agents add reminders ("Continue.").
-
-    messages: with the results `in_order`.
+    It has every call, followed by its result, by its id or else in this order, and then the texts that follow, as agents add
+    reminders ("Continue.").
     """
     last = max((number for number, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     first = next((number for number, message in enumerate(messages) if number > last and message["role"] == "tool"), None)
     if first is None:
         return None
-    since = messages[first:]
-    results = [message["content"] for message in since if message["role"] == "tool"]
-    calls = [call["function"] for call in messages[last].get("tool_calls", ())] if last >= 0 else []
-    results += [message["content"] for message in since if message["role"] != "tool"]
-    named = [without_random_names(f"{call['name']} {_canonical(call['arguments'])}\n") for call in calls] + [""] * len(results)
-    return "\n".join(call + without_varying_parts(result) for call, result in zip(named, results, strict=False))
+    since, calls = messages[first:], messages[last].get("tool_calls", ()) if last >= 0 else ()
+    results = [(message.get("tool_call_id"), message["content"]) for message in since if message["role"] == "tool"]
+    names = [call.get("id") for call in calls]
+    if None not in names and len(set(map(str, names))) == len(names) and any(name in names for name, _ in results):
+        of = [next(((name, text) for name, text in results if name == call), (call, "")) for call in names]
+        results = [*of, *(result for result in results if result[0] not in names)]
+    texts = [text for _, text in results] + [message["content"] for message in since if message["role"] != "tool"]
+    told = [f"{call['function']['name']} {_canonical(call['function']['arguments'])}\n" for call in calls]
+    told = [*map(without_random_names, told), *[""] * len(texts)]
+    return "\n".join(call + without_varying_parts(text) for call, text in zip(told, texts, strict=False))
 
 
 def in_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns a conversation in which the results of tools are in the order of the calls, without the calls' ids.
 
-    Clients that call several tools at once send the results as they arrive. Templates show no ids, and so would show a result
-    in another call's place. One whose call is not there comes last.
+    Clients that call several tools at once send the results as they arrive. The templates that are supported show no ids, and
+    so would show a result in another call's place. One whose call is not there comes last.
 
     messages: as a chat template takes them, calls with `id` and results with `tool_call_id` where the client gave them.
     """
@@ -104,7 +107,8 @@ def in_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             results.sort(key=lambda result: _place(result.get("tool_call_id"), calls))
             for place, result in zip(places, results, strict=True):
                 ordered[place] = result
-            calls, places = [call.get("id") for call in message.get("tool_calls", ())], []
+            calls = ([] if places else calls) + [call.get("id") for call in message.get("tool_calls", ())]
+            places = []
     for message in ordered:
         message.pop("tool_call_id", None)
         if "tool_calls" in message:

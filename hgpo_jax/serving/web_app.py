@@ -251,7 +251,7 @@ class Api:
         """Raises ApiError for a prompt that is none, or too long; the length of a text is checked first."""
         limit = self._engine.prompt_limit
         if (characters := sum(map(len, _texts_in(prompt)))) > limit * MAX_CHARACTERS_PER_TOKEN:
-            raise TooLong(characters, limit, "characters")
+            raise TooLong(characters, limit * MAX_CHARACTERS_PER_TOKEN, "characters")
         served = self._prompt_of(prompt, turns, branch)
         if not served.ids:
             raise ApiError(400, "the prompt is empty")
@@ -398,9 +398,12 @@ def _is_local(header: str) -> bool:
 
 def _keys_in(request: Request) -> list[str]:
     """Returns the API keys that a request sends; some clients send an empty or a made-up one beside the right one."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    keys = [token.strip() if scheme.lower() == "bearer" else ""]
-    return [*keys, *(request.headers.get(name, "") for name in ("x-api-key", "api-key"))]
+    given = request.headers.get("authorization", "")
+    scheme, _, token = given.partition(" ")
+    return [
+        token.strip() if scheme.lower() == "bearer" else given,
+        *(request.headers.get(name, "") for name in ("x-api-key", "api-key")),
+    ]
 
 
 def _repetition(request: Request) -> tuple[str | None, bool]:

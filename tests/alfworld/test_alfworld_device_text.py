@@ -51,6 +51,16 @@ def words_tokenizer():
     return text_tokenizer([*texts, "<think> </think> <action> </action> Nothing happens."])
 
 
+def framing_tokenizer():
+    """The same, with a template whose text touches the message."""
+    tokenizer = words_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ eos_token + 'user:\n' + m.content + '\n\n' + eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '\n' }}{% endif %}"
+    )
+    return tokenizer
+
+
 def encoded(tokenizer, text: str, ended: bool) -> list[int]:
     """A response, in which the name of a special token is not that token."""
     before, mark, after = text.partition("<|im")
@@ -155,7 +165,7 @@ def replay(paths, chat: ChatFormat, tasks, result, turns: int) -> int:
 @pytest.mark.slow
 def test_the_host_replays_the_episodes(monkeypatch):
     """With prompts that lose history, and some that would lose more, and responses that cannot be reproduced."""
-    chat, tasks, result = played(GAMES, words_tokenizer(), monkeypatch, 48, 12, 700, rare=0.01)
+    chat, tasks, result = played(GAMES, framing_tokenizer(), monkeypatch, 48, 12, 700, rare=0.01)
     assert replay(GAMES, chat, tasks, result, 12) > 300
     counts = result.report.counts
     assert 0 < counts["excluded"] < 16 and counts["malformed"] > 40 and counts["inadmissible"] > 40
@@ -165,7 +175,8 @@ def test_the_host_replays_the_episodes(monkeypatch):
 def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
     env = CompiledAlfworld(compile_games(GAMES), 5)
     env.words = [*env.words, "0", "3"]
-    text = DeviceText(env, ChatFormat(ChatFrame(words_tokenizer()), "alfworld", 1024, lower_case=True), words_tokenizer(), R)
+    tokenizer = framing_tokenizer()
+    text = DeviceText(env, ChatFormat(ChatFrame(tokenizer), "alfworld", 1024, lower_case=True), tokenizer, R)
 
     @jax.jit
     def told():
@@ -175,7 +186,9 @@ def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
         return spell(text.tables["words"], words, 8192)
 
     letters, size = told()
-    assert b"Turns so far: 3. The latest 2 of" in bytes(letters[:size].tolist())
+    said = bytes(letters[:size].tolist())
+    assert b"Turns so far: 3. The latest 2 of" in said
+    assert said.startswith(b"user:\n") and said.endswith(b"\n\n")  # what of the template touches the message
 
 
 def test_prompts_have_widths_up_to_their_limit():

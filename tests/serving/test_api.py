@@ -133,7 +133,7 @@ def test_models_and_health(client, port, engine):
         ({"messages": []}, 400, "messages: "),
         ({"messages": [{"role": "root", "content": "x"}]}, 400, "messages.0.role: "),
         ({"messages": [{"role": "user", "content": "x" * 500}]}, 400, "context length is 200 tokens, and the prompt has "),
-        ({"messages": [{"role": "user", "content": "x" * 2000}] * 2}, 400, "and the prompt has 4,000 characters"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}] * 2}, 400, "characters, and the prompt has 4000"),
         ({"n": SLOTS + WAITING + 1}, 400, "n: 8 answers are more than this server's 7 places"),
         ({"stop": ["x"] * 17}, 400, "stop"),
         ({"stream": "abc"}, 400, "stream: "),

@@ -12,7 +12,7 @@ from hgpo_jax.serving.openai_completions import ChatCompletions
 from hgpo_jax.serving.openai_responses import STORED, Responses, ResponsesBody
 from hgpo_jax.serving.requests import CHANGING, SILENT, ApiError, parse
 from hgpo_jax.serving.sessions import Session, Sessions
-from tests.helpers.serving import HELLO, Scripted, post, raw, served
+from tests.helpers.serving import HELLO, Scripted, get, post, raw, served
 
 SCHEMA = {"type": "object", "properties": {"thing": {"type": "string"}}}
 LOOK, GO = ({"name": name, "description": f"To {name}."} for name in ("look", "go"))
@@ -122,8 +122,17 @@ def test_results_are_read_in_the_order_of_their_calls(dialect):
     assert read(["cup", "desk", "bed"]) == read(["bed", "cup", "desk"]) == usual
     assert read(["bed", "cup", "desk"]).state == usual.state
     assert [message["content"] for message in read(["lamp", "bed"]).messages[2:]] == ["A bed.", "A lamp."]
+    assert read(["bed"]).state == 'look {"thing":"desk"}\n\nlook {"thing":"bed"}\nA bed.\nlook {"thing":"cup"}\n'
     assert not any("id" in call for call in usual.messages[1]["tool_calls"])
     assert all(message.keys() == {"role", "content"} for message in usual.messages[2:])
+
+
+def test_calls_of_messages_that_follow_each_other_are_answered_together():
+    calls = [{"role": "assistant", "tool_calls": [of_chat("look", one) | {"id": one}]} for one in "ab"]
+    results = [{"role": "tool", "tool_call_id": one, "content": one} for one in "ab"]
+    for some in (results, results[::-1]):
+        messages = request(ChatCompletions, messages=[*HELLO, *calls, *some]).prompt.messages
+        assert [message["content"] for message in messages[-2:]] == ["a", "b"]
 
 
 def test_results_without_ids_stay_as_they_are():
@@ -140,25 +149,28 @@ def test_claude_codes_number_of_a_request_is_left_out(stage):
     assert told[0] == told[1] == [{"role": "system", "content": "You are Claude Code."}, *HELLO]
     assert request(Messages, system=f"{head % (1, 1)}\n\nBe brief.").prompt.messages[0]["content"] == "Be brief."
     assert request(Messages, system=head % (1, 1)).prompt.messages == HELLO
+    assert request(Messages, system="").prompt.messages == [{"role": "system", "content": ""}, *HELLO]
     said = f"What is {head}?"
     assert request(Messages, system=said).prompt.messages[0]["content"] == said
 
 
 def test_a_prompt_that_is_too_long_is_told_in_anthropics_words(stage):
     """By which its clients know that they should compact the conversation."""
-    for length in (5_000, 200_000):
+    for length, unit in ((5_000, r"5\d\d\d tokens > 4000"), (200_000, r"200000 characters > \d{5,6}")):
         status, _, body = asked(stage, Messages, messages=[{"role": "user", "content": "x" * length}])
         error = json.loads(body)["error"]
         assert (status, error["type"]) == (400, "invalid_request_error")
-        assert re.fullmatch(r"prompt is too long: \d+ (tokens|characters) > 4000 maximum", error["message"])
+        assert re.fullmatch(rf"prompt is too long: {unit} maximum", error["message"])
 
 
 def test_a_base_url_needs_no_version(stage):
     for dialect in (Messages, Responses):
         status, _, body = raw(stage.port, post(json.dumps(USUAL[dialect]), PATHS[dialect].removeprefix("/v1")))
         assert status == 200, body
-    status, _, body = raw(stage.port, post("{}", "/messages"))
-    assert status == 400 and json.loads(body)["type"] == "error"
+    for path in ("/messages", "/messages/count_tokens"):
+        status, _, body = raw(stage.port, post("{}", path))
+        assert status == 400 and json.loads(body)["type"] == "error"
+    assert json.loads(raw(stage.port, get("/models"))[2])["data"]
 
 
 @pytest.mark.parametrize(
@@ -328,7 +340,7 @@ def test_a_message_is_what_its_events_say(stage, said, stops, content, reason, s
 
 KEYS = (
     "X-Api-Key: {}\r\n", "Authorization: Bearer {}\r\n", "Authorization: Bearer x\r\nX-Api-Key: {}\r\n",
-    "X-Api-Key: none\r\nauthorization: bearer {}\r\n", "api-key: {}\r\n",
+    "X-Api-Key: none\r\nauthorization: bearer {}\r\n", "api-key: {}\r\n", "Authorization: {}\r\n",
 )  # fmt: skip
 
 

@@ -162,6 +162,19 @@ def test_a_reward_that_is_sent_again_counts_once(recorded, ended):
     assert sum(turn.reward for turn in ended[0].turns) == told["reward"] == 11
 
 
+def test_a_reward_that_is_sent_again_is_known_whatever_other_branches_do():
+    session = Session("a", 9)
+    for name in ("b", "c"):
+        session.add(Turn([1], "", [2], [0.0], "x", name=name))
+    of_b = RewardRequest(reward=1, branch="b")
+    session.post(of_b)
+    session.add(Turn([1], "", [2], [0.0], "x", name="c"))
+    session.post(RewardRequest(reward=5, branch="c"))
+    assert session.has_been_given(of_b, None, True) and not session.has_been_given(of_b, None, False)
+    session.add(Turn([1], "", [2], [0.0], "x", name="b"))
+    assert not session.has_been_given(of_b, None, True)
+
+
 def test_the_names_of_so_many_ended_sessions_are_remembered(recorded):
     for name in "abcd":
         ask(recorded, name)
