@@ -28,7 +28,7 @@ TRAIN_WITH_TWO_WIDTHS = """
 from hgpo_jax import train
 from hgpo_jax.config import cli
 from hgpo_jax.rollout import compiled_text_rollout
-compiled_text_rollout.widths = lambda limit: (limit // 2, limit)
+compiled_text_rollout.widths = lambda limit: (min(limit // 2, 1024), limit)
 cli.run(train.main)
 """
 

@@ -11,16 +11,17 @@ from household_policy import ACT, END, ENV, MODEL, K, cloned
 from hgpo_jax.advantages import estimate
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.compiled_as_text import Words
+from hgpo_jax.envs.household.text import HouseholdText
 from hgpo_jax.policy import network, shardings
 from hgpo_jax.rollout.chat_prompts import PromptInput
 from hgpo_jax.rollout.compiled import Program, make_rollout
 from hgpo_jax.rollout.compiled_prompts import build_prompt
 from hgpo_jax.rollout.host import HostRollout, TextSettings
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
-from hgpo_jax.rollout.word_prompts import WordFormat
 from hgpo_jax.sampling.generate import Decoding
 from tests.helpers.agreement import assert_same
 from tests.helpers.tiny import mesh_of
+from tests.helpers.word_prompts import WordFormat
 
 GROUPS, MEMBERS = 8, 4
 B = GROUPS * MEMBERS
@@ -97,3 +98,15 @@ def test_the_household():
     for b, t in np.argwhere(reference.mask):
         words = [ENV.words[i] or "_" for i in reference.observations[b, t]]
         assert report.texts[episodes.observations[b, t, 0]] == " ".join(words).rstrip(" _")
+    for b in range(0, B, 3):  # ALFWorld's wording groups the states alike
+        words, sentences = Words(ENV), HouseholdText(ENV)
+        shown, told = words.reset(TASKS[b]), sentences.reset(TASKS[b])
+        seen = [(shown[0], told[0])]
+        for t in range(int(reference.mask[b].sum())):
+            action = WordFormat(ENV, K, END, ACT).parse(reference.responses[b, t].tolist()).action
+            spoken = told[1][shown[1].index(action)] if action in shown[1] else "do a dance"
+            shown, told = words.step(action), sentences.step(spoken)
+            assert shown[2:] == told[2:]
+            assert len(shown[1]) == len(told[1])
+            seen.append((shown[0], told[0]))
+        assert len(set(seen)) == len({a for a, _ in seen}) == len({b for _, b in seen})
