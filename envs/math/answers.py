@@ -26,12 +26,12 @@ _NUMBER = re.compile(r"([-+]?)\$?(\d+(?:,\d{3})*|(?=\.\d))(\.\d+)?(?:/(\d+))?\.?
 _WRITTEN = {r"\$": "$", "{,}": ",", r",\!": ",", "\u2212": "-"}  # in LaTeX, or by a typesetter -> plain
 # What is still to be calculated. A sign alone, and degrees, are not.
 _OPERATION = re.compile(
-    r"[+*!|:\u00d7\u00f7\u00b7]|[\d)}]\s*[-\u2212]|\^(?!\s*\{?\s*\\circ)"
+    r"[+*!|\u00d7\u00f7\u00b7]|[\d)}]\s*[-\u2212]|\^(?!\s*\{?\s*\\circ)"
     r"|\\(?:times|cdot|div|sqrt|d?t?binom|log|ln|lg|exp|gcd|lcm|max|min|[lr]floor|[lr]ceil|(?:arc)?(?:sin|cos|tan)h?|sec|csc|cot|sum|prod|int"
-    r"|[bp]?mod|over|operatorname|[lr]?[vV]ert|arg|deg|Pr)"
+    r"|[bp]?mod|over|operatorname|[lr]?[vV]ert|arg|Pr)"
     r"(?![A-Za-z])"
 )
-_DIVISION = re.compile(r"[\d)}]\s*/\s*[\d({\\]")  # a fraction in LaTeX is one, as math-verify has it
+_DIVISION = re.compile(r"[\d)}]\s*[/:]\s*[\d({\\]")  # a fraction in LaTeX is one, as math-verify has it
 # A unit with its power, and a power of ten: no calculation.
 _AS_WRITTEN = re.compile(
     r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\s*\^\s*\{?-?\d+\}?"

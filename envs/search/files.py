@@ -79,7 +79,8 @@ def read_folder(folder: str) -> tuple[tuple[Question, ...], tuple[Question, ...]
     return tuple(q for n, q in enumerate(questions, 1) if n % HELD_OUT), questions[HELD_OUT - 1 :: HELD_OUT]
 
 
-_BETWEEN = re.compile(r"""(['"])\s+(['"])""")  # the end of a text and the beginning of the next
+_TEXT = r"""(?:'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*")"""
+_QUOTED, _OF_NUMPY = re.compile(_TEXT), re.compile(rf"\[\s*{_TEXT}(?:\s+{_TEXT})+\s*\]")
 
 
 def read_questions(file: Path) -> tuple[Question, ...]:
@@ -102,12 +103,8 @@ def _answers(record: dict[str, Any]) -> list[Any]:
     given = [record.get(name) for name in ("golden_answers", "answers", "answer", "possible_answers")]
     given.append(truth.get("target") if isinstance(truth, dict) else truth)
     value: Any = next((value for value in given if value not in (None, [], "")), [])
-    if (
-        isinstance(value, str) and value.startswith("[") and value.endswith("]")
-    ):  # a list that was printed, NumPy's without commas
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            read = ast.literal_eval(_BETWEEN.sub(r"\1, \2", value))
-            value = read if read and all(isinstance(each, str) for each in read) else value
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        value = _printed_list(value) or value
     if isinstance(value, dict) and isinstance(value.get("text"), list):  # SQuAD's
         value = value["text"]
     elif isinstance(value, dict):  # TriviaQA's
@@ -117,6 +114,17 @@ def _answers(record: dict[str, Any]) -> list[Any]:
     found = [str(each) if type(each) in (int, float) else each for each in found]
     empty = lambda each: each is None or (isinstance(each, str) and not each.strip())  # noqa: E731
     return [each for n, each in enumerate(found) if not empty(each) and each not in found[:n]]
+
+
+def _printed_list(text: str) -> list[str]:
+    """Returns the texts in a list that was printed: by NumPy, whose lists have no commas, as JSON, or by Python; else []."""
+    if _OF_NUMPY.fullmatch(text):
+        return list(map(ast.literal_eval, _QUOTED.findall(text)))
+    for read in (json.loads, ast.literal_eval):
+        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            found = read(text)
+            return found if isinstance(found, list) and all(isinstance(each, str) for each in found) else []
+    return []
 
 
 def read_passages(file: Path) -> Iterator[str]:

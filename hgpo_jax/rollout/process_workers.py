@@ -293,7 +293,6 @@ class ProcessWorkers:
 
     def close(self) -> None:
         """Ends the processes."""
-        atexit.unregister(self.close)
         for worker in self._workers:
             worker.leave()
         until = time.monotonic() + IDLE
@@ -303,10 +302,11 @@ class ProcessWorkers:
         for worker in self._workers:
             worker.end(until)
         self._workers = []
+        atexit.unregister(self.close)  # after what may be interrupted
 
 
 def _end_with_parent() -> None:
-    """Kills the group of a worker whose parent has been gone for AT_END seconds: nobody else would."""
+    """Kills the group of a worker that has not ended AT_END seconds after its parent: nobody else would."""
     parent = multiprocessing.parent_process()
     assert parent
     multiprocessing.connection.wait([parent.sentinel])
@@ -333,3 +333,6 @@ def _serve(pipe, make) -> None:
             pipe.send(*workers.receive(1))
     except (EOFError, OSError):
         workers.close()
+    parent = multiprocessing.parent_process()
+    if parent and multiprocessing.connection.wait([parent.sentinel], IDLE):  # else it kills what is left
+        os.killpg(0, signal.SIGKILL)

@@ -6,6 +6,7 @@ where a processor is free, the nodes in turn, and then reserves nothing, as a pr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -109,12 +110,7 @@ class Actor:
         if ray.is_initialized():  # otherwise it has ended with its cluster, and Ray would start another
             ray.kill(self._actor)
 
-    def leave(self) -> None:
-        """Does nothing: the actor has no time of its own to end."""
-
-    def close(self, seconds: float = 0.0) -> None:
-        """Ends the actor at once."""
-        self.kill()
+    close = kill
 
 
 class RayProcess(Actor):
@@ -126,6 +122,18 @@ class RayProcess(Actor):
     def send(self, request: tuple) -> None:
         """Sends a request."""
         self.ask("answer", request)
+
+    def leave(self) -> None:
+        """Asks the actor to end its environments; nobody may wait for its answer."""
+        with contextlib.suppress(Exception):  # of an actor or a cluster that has ended
+            self.ask("close")
+
+    def close(self, seconds: float = 0.0) -> None:  # type: ignore[override]
+        """Ends the actor; seconds: for its environments to end what they have started, if it was asked to."""
+        with contextlib.suppress(Exception):
+            if seconds:
+                self.poll(seconds)
+        self.kill()
 
 
 class _Environments:
@@ -149,3 +157,7 @@ class _Environments:
         self._workers.send([request])
         (answer,) = self._workers.receive(1)
         return answer
+
+    def close(self) -> None:
+        """Ends the environments."""
+        self._workers.close()

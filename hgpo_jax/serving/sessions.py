@@ -302,9 +302,12 @@ class Session:
         return again and self._given.get((posted.turn, posted.branch)) == (posted, self._turns_before(posted))
 
     def _turns_before(self, posted: RewardRequest) -> int:
-        """Returns the number of turns that a reward has waited for."""
-        name = self.waits_for(posted)
-        return sum(name in (None, turn.name) for turn in self.turns)
+        """Returns the number of turns among which a reward's is the last; 0 if it names its turn."""
+        if posted.turn is not None and posted.turn >= 0:
+            return 0
+        if isinstance(posted.branch, int):
+            return sum(turn.branch == posted.branch for turn in self.turns)
+        return sum(posted.branch in (None, turn.name) for turn in self.turns)
 
     def post(self, posted: RewardRequest, key: str | None = None) -> None:
         """Accepts a reward, with its Idempotency-Key. Raises ApiError."""

@@ -77,16 +77,28 @@ def tool_state(messages: Sequence[dict[str, Any]]) -> str | None:
     first = next((number for number, message in enumerate(messages) if number > last and message["role"] == "tool"), None)
     if first is None:
         return None
-    since, calls = messages[first:], messages[last].get("tool_calls", ()) if last >= 0 else ()
-    results = [(message.get("tool_call_id"), message["content"]) for message in since if message["role"] == "tool"]
-    names = [call.get("id") for call in calls]
-    if None not in names and len(set(map(str, names))) == len(names) and any(name in names for name, _ in results):
-        of = [next(((name, text) for name, text in results if name == call), (call, "")) for call in names]
-        results = [*of, *(result for result in results if result[0] not in names)]
-    texts = [text for _, text in results] + [message["content"] for message in since if message["role"] != "tool"]
+    since, begin = messages[first:], last
+    while begin > 0 and messages[begin - 1]["role"] == "assistant":
+        begin -= 1
+    calls = [call for message in messages[max(begin, 0) : last + 1] for call in message.get("tool_calls", ())]
+    texts = _by_call([message for message in since if message["role"] == "tool"], [call.get("id") for call in calls])
+    texts += [message["content"] for message in since if message["role"] != "tool"]
     told = [f"{call['function']['name']} {_canonical(call['function']['arguments'])}\n" for call in calls]
     told = [*map(without_random_names, told), *[""] * len(texts)]
     return "\n".join(call + without_varying_parts(text) for call, text in zip(told, texts, strict=False))
+
+
+def _by_call(results: Sequence[dict[str, Any]], calls: Sequence[Any]) -> list[str]:
+    """Returns the text of each call's result, "" without one, and then those of no call; as they are where no id agrees."""
+    left = list(results)
+    if None in calls or not any(result.get("tool_call_id") in calls for result in left):
+        return [result["content"] for result in left]
+    texts = []
+    for call in calls:
+        own = next((result for result in left if result.get("tool_call_id") == call), None)
+        left = [result for result in left if result is not own]
+        texts.append(own["content"] if own else "")
+    return texts + [result["content"] for result in left]
 
 
 def in_order(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -100,6 +100,13 @@ class Sandbox(Counting):
         self.note("closed")
 
 
+class Leaves(Counting):
+    """Starts a program, and never ends it."""
+
+    def __init__(self):
+        self.program = subprocess.Popen(["sleep", "600"])
+
+
 class Lingers(Counting):
     """Takes a second to end, and has forked a process that stays."""
 

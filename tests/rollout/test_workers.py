@@ -172,13 +172,14 @@ def test_workers_end_at_the_same_time_and_a_dead_one_is_known_whatever_it_has_fo
 
 def test_a_worker_whose_parent_is_gone_ends_and_all_that_it_has_forked(tmp_path):
     (tmp_path / "dies.py").write_text(
-        "import os, sys\nfrom hgpo_jax.rollout.process_workers import ProcessWorkers\nfrom odd_env import Lingers\n"
-        "if __name__ == '__main__':\n    workers = ProcessWorkers(Lingers, 1, 1)\n    workers.send([(0, 2, ())])\n"
-        "    list(workers.receive(1))\n    os._exit(0)\n"
+        "import os, sys\nfrom hgpo_jax.rollout.process_workers import ProcessWorkers\nfrom odd_env import Leaves, Lingers\n"
+        "if __name__ == '__main__':\n    workers = ProcessWorkers(Lingers if 'fork' in sys.argv else Leaves, 1, 1)\n"
+        "    workers.send([(0, 2, ())])\n    list(workers.receive(1))\n    os._exit(0)\n"
     )
     paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[2])])
     given = {"env": os.environ | {"PYTHONPATH": paths}, "cwd": tmp_path, "stderr": subprocess.DEVNULL}
-    subprocess.check_output([sys.executable, tmp_path / "dies.py"], timeout=60, **given)  # until nobody can write to its output
+    for how in ("fork", "start"):  # until nobody can write to its output
+        subprocess.check_output([sys.executable, tmp_path / "dies.py", how], timeout=60, **given)
 
 
 def test_what_a_killed_worker_has_started_is_killed_with_it(tmp_path):

@@ -151,6 +151,7 @@ def test_layouts_of_questions_and_passages(tmp_path):
     ({"answers": {"text": ["x", "x", "y"], "answer_start": [1, 5, 9]}}, ("x", "y")),  # SQuAD
     ({"possible_answers": '["x", "y"]'}, ("x", "y")), ({"golden_answers": "['x', \"y's\"]"}, ("x", "y's")),  # PopQA, CSV files
     ({"answer": "[sic]"}, ("[sic]",)), ({"answer": "[1]"}, ("[1]",)), ({"answers": "['a b' 'x']"}, ("a b", "x")),
+    ({"answers": """["The 'Burbs' '89"]"""}, ("The 'Burbs' '89",)), ({"answers": r'["caf\u00e9 \/ x"]'}, ("café / x",)),
     ({"reward_model": {"ground_truth": {"target": ["x"]}}}, ("x",)), ({"golden_answers": ["x"], "answer": "y"}, ("x",)),
 ])  # fmt: skip
 def test_answers_in_the_layouts_of_the_hub(tmp_path, record, found):

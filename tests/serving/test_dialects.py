@@ -133,6 +133,8 @@ def test_calls_of_messages_that_follow_each_other_are_answered_together():
     for some in (results, results[::-1]):
         messages = request(ChatCompletions, messages=[*HELLO, *calls, *some]).prompt.messages
         assert [message["content"] for message in messages[-2:]] == ["a", "b"]
+        prompt = request(ChatCompletions, messages=[*HELLO, *calls, *some, results[0] | {"content": "c"}]).prompt
+        assert prompt.state == 'look {"thing":"a"}\na\nlook {"thing":"b"}\nb\nc'
 
 
 def test_results_without_ids_stay_as_they_are():

@@ -153,7 +153,8 @@ def test_a_reward_that_is_sent_again_counts_once(recorded, ended):
         posted = post(first, **headers)
     assert posted["reward"] == 3 and post({"reward": 2, "turn": 0}, **AGAIN)["reward"] == 5
     ask(recorded)
-    assert post({"reward": 2, "turn": 0}, **AGAIN)["reward"] == 7  # the one before the turn was another
+    assert post({"reward": 2, "turn": 0}, **AGAIN)["reward"] == 5  # that turn is the same for ever
+    assert post({"reward": 2, "turn": -1}, **AGAIN)["reward"] == 7  # the last one is another
     last = {"reward": 4, "success": True}
     told = post(last, **{"Idempotency-Key": "z"})
     assert told["ended"] and told == post(last, **{"Idempotency-Key": "z"}) and len(ended) == 1
@@ -173,6 +174,15 @@ def test_a_reward_that_is_sent_again_is_known_whatever_other_branches_do():
     assert session.has_been_given(of_b, None, True) and not session.has_been_given(of_b, None, False)
     session.add(Turn([1], "", [2], [0.0], "x", name="b"))
     assert not session.has_been_given(of_b, None, True)
+    numbered, turn = RewardRequest(reward=1, branch=0), RewardRequest(reward=1, turn=0)  # branches that no request names
+    session = Session("a", 9)
+    for _ in range(2):
+        session.add(Turn([1], "", [2], [0.0], "x"))
+    session.post(numbered), session.post(turn)
+    session.add(Turn([1], "", [2], [0.0], "x", parent=1))
+    assert session.has_been_given(numbered, None, True) and session.has_been_given(turn, None, True)
+    session.add(Turn([1], "", [2], [0.0], "x", parent=0))
+    assert not session.has_been_given(numbered, None, True) and session.has_been_given(turn, None, True)
 
 
 def test_the_names_of_so_many_ended_sessions_are_remembered(recorded):
