@@ -198,7 +198,7 @@ def run_row(name: str, config: Config, done: int, curves: dict[str, list], held_
     """Returns a run's row in the table."""
     recent = lambda metric: [v for v in curves.get(metric, [])[-LAST:] if v is not None]  # noqa: E731
     mean = lambda metric: float(np.mean(recent(metric))) if recent(metric) else None  # noqa: E731
-    # Of a validation only some iterations have any; their sum is an iteration's share of them.
+    # Not every iteration validates, so None counts as 0 in the mean.
     parts = [values[-LAST:] for metric, values in curves.items() if metric.startswith("seconds.") and any(values[-LAST:])]
     written = lambda value, form: "–" if value is None else format(value, form)  # noqa: E731
     return {

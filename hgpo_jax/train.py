@@ -45,8 +45,8 @@ def main() -> None:
         metavar="FIELD",
         action="append",
         default=[],
-        help="a field that a resumed run may change; iterations, log.*, evaluation.* and fields that only change the speed "
-        "always may",
+        help="a field that a resumed run may change; iterations, log.*, evaluation.* and fields that only change speed "
+        "or memory may anyway",
     )
     args = p.parse_intermixed_args()  # options may be between fields
     fields = cli.read_fields(args)

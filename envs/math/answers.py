@@ -31,7 +31,7 @@ _OPERATION = re.compile(
     r"|[bp]?mod|over|operatorname|[lr]?[vV]ert|arg|Pr)"
     r"(?![A-Za-z])"
 )
-_DIVISION = re.compile(r"[\d)}]\s*[/:]\s*[\d({\\]")  # a fraction in LaTeX is one, as math-verify has it
+_DIVISION = re.compile(r"[\d)}]\s*[/:]\s*[\d({\\]")  # not \frac, which math-verify takes as a number
 # A unit with its power, and a power of ten: no calculation.
 _AS_WRITTEN = re.compile(
     r"\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}(?:\s*\^\s*\{?-?\d\}?)?|(?<=\d)\s*(?:\\times|\\cdot|\u00d7)\s*10\s*\^\s*\{?-?\d+\}?"

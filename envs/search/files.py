@@ -4,10 +4,10 @@
     questions.jsonl            instead of both: every tenth one is held out
     passages.jsonl             passages; corpus.jsonl is read where there is none. Not needed with a retrieval server
 
-A question is {"question": "...", "golden_answers": ["...", ...]}, or has "answers" or "answer", a text or a list, as in
-NQ-open and HotpotQA, or TriviaQA's value and aliases; MuSiQue's "answer_aliases" count, too, and verl's "reward_model" where
-there is nothing else. A passage is {"id": "...", "contents": "\"title\"\ntext"} as in Search-R1 and FlashRAG, or {"title":
-"...", "text": "..."} as in BEIR. Other fields are ignored.
+A question is {"question": "...", "golden_answers": ["...", ...]}, or has "answers", "answer" or "possible_answers": a text, a
+list, also a printed one, SQuAD's "text", or TriviaQA's value and aliases; MuSiQue's "answer_aliases" count, too, and verl's
+"reward_model" where there is nothing else. A passage is {"id": "...", "contents": "\"title\"\ntext"} as in Search-R1 and
+FlashRAG, or {"title": "...", "text": "..."} as in BEIR. Other fields are ignored.
 """
 
 from __future__ import annotations

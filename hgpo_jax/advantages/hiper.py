@@ -1,7 +1,7 @@
 """HiPER: advantages of the switch, subgoal and action parts of one answer (Peng et al., 2026, arXiv 2602.16165).
 
-Source: the authors' code (github.com/JonP07/HiPER-agent, `hiper_hae/core_hae.py`), which has these levels and these
-heads. Of the paper we could read the abstract and summaries alone, one of which speaks of two value heads. In the code a
+Source: the authors' code (github.com/JonP07/HiPER-agent, `hiper_hae/core_hae.py`), which has the levels and heads
+of `hiper`. Of the paper we could read the abstract and summaries alone, one of which speaks of two value heads. In the code a
 switch worth (q - beta) (V_high - V_low) stands as a comment, q whether the answer switched and beta how likely that was:
 whether that is the paper's is left open by what we found.
 Ours: one lambda for both levels (there 1 and 0.95 by default); V_high of what follows a trajectory that ran out of turns

@@ -207,7 +207,7 @@ class ChatFormat:
       picture: tokens of the picture that every message begins with (`policy.pictures.picture_tokens`); none by default.
 
     Attributes:
-      head: token ids before the message's text.
+      head: token ids before `lead`.
       lead: the text of the frame that is encoded with the message, before it (`ChatFrame.lead`).
 
     If the template does not mention <action>, the action is the whole response after its thought.

@@ -121,7 +121,7 @@ class _Worker:
         """Receives the first message of a new process. Raises ValueError if it cannot make its environment."""
         try:
             if not self.process.poll(max(0.0, self._deadline - time.monotonic())):
-                raise ValueError(f"environment: not made in {START_LIMIT:g} s; give it more time")
+                raise ValueError(f"environment: not made in {START_LIMIT:g} s; see why it hangs")
             spec = self.process.receive()
         except (EOFError, OSError) as error:
             why = f": {error}" if str(error) else ""
@@ -194,7 +194,7 @@ class _Worker:
             self.process.leave()
 
     def end(self, until: float) -> None:
-        """Ends the process, whose environments may end what they have started until then."""
+        """Ends the process, whose environments have until then to end what they have started."""
         self._stop(max(0.0, until - time.monotonic()))
 
 

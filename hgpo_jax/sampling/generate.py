@@ -79,7 +79,7 @@ def published_decoding(
 ) -> Decoding:
     """Returns the decoding that a model's publisher recommends in generation_config.json, except for the arguments set here.
 
-    Of what the file names it has the temperature, top_k and top_p; a warning tells what else would change answers.
+    Of what the file names it has the temperature, top_k and top_p; a warning names the `PENALTIES` that it leaves out.
 
     usual: the temperature if the file has none. arguments: `temperature`, `top_k` and `top_p`, None: as published. Raises
     ValueError for invalid numbers.

@@ -295,7 +295,7 @@ class Session:
         of the turn or branch that it names.
 
         Clients repeat what they have no answer to, and a reward may wait for one for long. If that branch has had another turn
-        since, a repeated one is not the last: it was lost on its way.
+        since, it is a new reward, whose first sending was lost.
         """
         if key:
             return self._given.get(key, (None,))[0] == posted
@@ -384,8 +384,8 @@ class OpenSessions:
 
     Args:
       max_turns: maximum turns of a session.
-      most: maximum number of open sessions; beyond it, those that have been silent for an hour make room. So many that have
-        ended are remembered, too, whose names cannot be used again: a last request may come after the last reward.
+      most: maximum number of open sessions; beyond it, those that have been silent for an hour make room. As many ended
+        ones are remembered, so that their names are refused: a last request may come after the last reward.
       done: called with each session that ends.
 
     Attributes:

@@ -70,8 +70,8 @@ def _replace(text: str, kinds: dict[str, tuple[str, ...]]) -> str:
 def tool_state(messages: Sequence[dict[str, Any]]) -> str | None:
     """Returns the state of a conversation in which results of tools follow the assistant's last message; None for another.
 
-    It has every call, followed by its result, by its id or else in this order, and then the texts that follow, as agents add
-    reminders ("Continue.").
+    It has every call and its result, matched by id or else by order, and then the texts that follow, as agents add reminders
+    ("Continue.").
     """
     last = max((number for number, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
     first = next((number for number, message in enumerate(messages) if number > last and message["role"] == "tool"), None)

@@ -320,8 +320,8 @@ def cost(plan: Plan, cell: Cell) -> Cost:
         most = memory.peak(memory.bytes_of_run(config, mesh))
     except ValueError as error:
         raise ConfigError(f"{cell.name}: {error}") from None
-    # Training ends with a sampled and a greedy evaluation.
     validations = math.ceil(config.iterations / config.evaluation.every) if config.evaluation.every else 0
+    # Training ends with a sampled and a greedy evaluation.
     evaluated = config.evaluation.episodes * (validations + 2 + len(setting.seeds) * len(setting.splits))
     episodes = config.iterations * config.rollout.prompt_groups * config.rollout.group_size + evaluated
     turns = setting.expected.turns or max_turns(config.env)

@@ -108,7 +108,7 @@ class Leaves(Counting):
 
 
 class Lingers(Counting):
-    """Takes a second to end, and has forked a process that stays."""
+    """Takes two seconds to end once it has played, and has forked a process that stays."""
 
     def __init__(self, place="."):
         self.place = place
@@ -116,7 +116,7 @@ class Lingers(Counting):
         self.child.start()
 
     def close(self):
-        time.sleep(1)
+        time.sleep(2 * hasattr(self, "number"))
         self.child.kill()
         with open(os.path.join(self.place, "ended"), "a") as file:
             print(os.getpid(), file=file)
