@@ -12,6 +12,7 @@ import multiprocessing.connection
 import multiprocessing.util  # so that its handler at exit, which joins all processes, runs after ours
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -85,6 +86,8 @@ class LocalProcess:
 
     def leave(self) -> None:
         """Asks the process to end; nobody may wait for its answer."""
+        with contextlib.suppress(OSError):  # it may have ended, or have been asked
+            self._pipe.send(None)
         self._pipe.close()
 
     def close(self, seconds: float = 0.0) -> None:
@@ -327,12 +330,18 @@ def _serve(pipe, make) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     workers, spec = made(make)
     pipe.send(spec)
+    asked = False
     try:
-        while workers:
-            workers.send([pipe.recv()])
+        while workers and (request := pipe.recv()):
+            workers.send([request])
             pipe.send(*workers.receive(1))
-    except (EOFError, OSError):
+        asked = True
+    except (EOFError, OSError):  # the parent is gone, and will not kill what is left
+        pass
+    if workers:
         workers.close()
-    parent = multiprocessing.parent_process()
-    if parent and multiprocessing.connection.wait([parent.sentinel], IDLE):  # else it kills what is left
+    if not asked:
         os.killpg(0, signal.SIGKILL)
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    os._exit(0)  # ending the interpreter takes a second

@@ -117,8 +117,9 @@ def test_the_learner_reads_what_the_sampler_saw(constrained):
 
 
 @pytest.mark.slow
-def test_a_mesh_changes_nothing():
-    e, other = play(), play("data=2,fsdp=2,tensor=2")
+@pytest.mark.parametrize("spec", ["data=2", "data=1,fsdp=2", "data=1,tensor=2"])
+def test_meshes_change_nothing(spec):
+    e, other = play(), play(spec)
     for name, value in e.arrays().items():
         if name == "logp":
             np.testing.assert_allclose(value, other.logp, atol=1e-5)

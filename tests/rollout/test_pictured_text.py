@@ -164,8 +164,9 @@ def test_the_learner_reads_what_the_sampler_saw():
 
 
 @pytest.mark.slow
-def test_a_mesh_and_fewer_slots_change_nothing():
-    e, other = played().episodes, played("data=2,fsdp=2,tensor=2", 2).episodes
+@pytest.mark.parametrize(("spec", "slots"), [("data=2,fsdp=2", 2), ("data=1,tensor=2", 6)])
+def test_meshes_and_slots_change_nothing(spec, slots):
+    e, other = played().episodes, played(spec, slots).episodes
     for name, value in e.arrays().items():
         if name == "logp":
             np.testing.assert_allclose(value, other.logp, atol=1e-5)
