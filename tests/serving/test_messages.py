@@ -80,9 +80,10 @@ def test_calls_reach_the_client(stage, said, text, num_calls):
 
 
 def test_a_call_may_hold_what_is_no_text(stage):
-    stage.answer = CALLED.replace("a désk", "\\ud800")  # the client's own helper cannot read it in a stream
-    message = client_of(stage.port).messages.create(model="tiny", messages=HELLO, max_tokens=300, tools=[LOOK])
-    assert message.content[1].input == {"at": "\ud800"}
+    stage.answer, client = CALLED.replace("a désk", "\\ud800"), client_of(stage.port)
+    asked = {"model": "tiny", "messages": HELLO, "max_tokens": 300, "tools": [LOOK]}
+    for message in (client.messages.create(**asked), streamed(client, **asked)[0]):
+        assert message.content[1].input == {"at": "\ufffd"}
 
 
 def test_a_conversation_goes_on_with_the_answers_blocks(stage):
