@@ -420,7 +420,8 @@ def refuse_too_large(mesh: str, phases: dict[str, dict[str, int]], needed: int, 
     """
     if needed > USABLE * limit:
         say(table(phases))
-        mend = "more devices for fsdp or tensor, or a smaller rollout.decode_batch_size"
-        if phases.get("update"):
-            mend = mend.replace("or a", "a smaller learner.microbatch_size or") + ", or learner.remat=full"
-        raise ConfigError(f"{mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take {mend}")
+        learns = "learner.microbatch_size or rollout.decode_batch_size, or learner.remat=full"
+        raise ConfigError(
+            f"{mesh}: needs {needed / GiB:.1f} GiB on each device, which has {limit / GiB:.1f}; take more devices for fsdp or "
+            f"tensor, or a smaller {learns if phases.get('update') else 'rollout.decode_batch_size'}"
+        )
