@@ -274,7 +274,10 @@ def main() -> None:
     for stream in (sys.stdin, sys.stdout):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # typeshed says TextIO
     env, task = args.start(args)
-    play(env, task, getattr(args, "picture", None))
+    try:
+        play(env, task, getattr(args, "picture", None))
+    finally:
+        getattr(env, "close", lambda: None)()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ observations, k = 0 to rollout.history_length; a player who acts at random has f
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 
@@ -30,6 +31,7 @@ from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from hgpo_jax.rollout.workers import end
 from hgpo_jax.utils.errors import ConfigError, one_line
 
 
@@ -64,7 +66,15 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
             return ["__len__: is 0; let there be tasks, or leave it out where tasks are generated"], ""
         measure, unit = prompt_measure(config, about)
         numbers = task_numbers("train", config.seed, indices, count)
-        report = text.check(make, env, numbers, config.seed, K, measure, config.env.state_key)
+        with contextlib.ExitStack() as at_end:
+
+            def made():
+                env = make()
+                at_end.callback(end, env)
+                return env
+
+            at_end.callback(end, env)
+            report = text.check(made, env, numbers, config.seed, K, measure, config.env.state_key)
     if not report.plays:
         return report.faults, ""
     kind = "compiled" if in_words else "text"

@@ -174,17 +174,21 @@ GAME = """from tests.check.test_text_faults import Guess
 class Mine(Guess):
     def __init__(self, size: int = 4):
         super().__init__()
+        open("made", "a").write("x")
+    def close(self):
+        open("closed", "a").write("x")
 """
 
 
 def test_the_command_and_its_exit_codes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my.py").write_text(GAME + "        self.size = size\n")
+    (tmp_path / "my.py").write_text(GAME.replace("super().__init__()", "super().__init__(); self.size = size"))
     assert run(monkeypatch, "./my.py:Mine", "env.options.size=5", "--episodes", "9") == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0].startswith("./my.py:Mine: text; ") and "2 tasks, 8 episodes each" in shown[0]
     assert shown[2].split()[:2] == ["random", "commands"] and shown[-1] == "no faults found in ./my.py:Mine"
-    (tmp_path / "bad.py").write_text(GAME + "        self.max_turns = 0\n")
+    assert (tmp_path / "closed").read_text() == (tmp_path / "made").read_text()  # also the one that tells the members
+    (tmp_path / "bad.py").write_text(GAME.replace("super().__init__()", "self.max_turns = 0"))
     assert run(monkeypatch, "./bad.py:Mine") == 1
     assert capsys.readouterr().out == (
         "fault: Mine: max_turns is 0; give a whole number above 0\n1 fault found in ./bad.py:Mine\n"

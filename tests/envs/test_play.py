@@ -146,10 +146,10 @@ def test_webshop_can_be_won(play, tmp_path):
 
 def test_a_persons_own(play, tmp_path, monkeypatch):
     (tmp_path / "rooms.py").write_text(COMPILED)
-    (tmp_path / "games.py").write_text(TEXT)
+    (tmp_path / "games.py").write_text(TEXT + "    def close(self): print('put away')\n")
     monkeypatch.chdir(tmp_path)
     shown = play("./games.py:Guess", "size=2", "--seed", "1", keys="guess 0\n2\n")
-    assert shown.endswith("Solved after 2 turns: reward 10.\n")
+    assert shown.endswith("Solved after 2 turns: reward 10.\nput away\n")
     assert play("./games.py:Guess", "sizes=2", code=2) == "error: sizes=2: no such option; did you mean size?\n"
     (tmp_path / "lacking.py").write_text(
         TEXT.replace("task_types, task_type", "task_type, other") + "class Failing(Guess):\n    def __init__(self): {}['key']\n"
