@@ -198,6 +198,11 @@ class RolloutConfig(Section):
     decode_batch_size: Positive = field(
         64, "episodes that each index of the data axis decodes at a time; in a text environment the others wait for a free slot"
     )
+    prompt_widths: Positive = field(
+        13,
+        "text on the device: widths that prompts are padded to, at most; all layers are compiled for each, so fewer compile "
+        "sooner, and pad more",
+    )
     constrain: Literal["none", "admissible"] = field(
         "none",
         "admissible: sample only what can still become an admissible action, and learn with these probabilities; for a "

@@ -48,7 +48,12 @@ INEXACT = "some text cannot be reproduced on the device (rollout/compiled_chat_p
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextProgram(SlotProgram):
-    """A `SlotProgram` with chat prompts and free-text answers; `env` is a `DeviceText`."""
+    """A `SlotProgram` with chat prompts and free-text answers; `env` is a `DeviceText`.
+
+    prompt_widths: widths of prompts at most.
+    """
+
+    prompt_widths: int
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
@@ -60,7 +65,7 @@ class TextProgram(SlotProgram):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        return widths(self.env.format.prompt_limit)
+        return widths(self.env.format.prompt_limit, self.prompt_widths)
 
     def prompt(self, state: EpisodeState):
         prompt = self.env.prompt(state.env, state.goal, *state.history.of(0), state.observation)
@@ -94,13 +99,17 @@ class TextProgram(SlotProgram):
         return played.record, played.states.observation, ends, played.steps[None], played.busy[None]
 
 
-def widths(limit: int) -> tuple[int, ...]:
-    """Returns widths for prompts of up to `limit` tokens, as in ALFWorld: most have 350 to 750, few more than a thousand."""
+def widths(limit: int, count: int) -> tuple[int, ...]:
+    """Returns at most `count` widths for prompts of up to `limit` tokens, ascending, the last of which is the limit.
+
+    They are made for prompts as in ALFWorld: most have 350 to 750 tokens, few more than a thousand.
+    """
     most = min(1024, limit)
     steps = [most]
     while steps[0] > max(most // 4, 8):  # of less than 8 nothing is left
         steps.insert(0, int(steps[0] / 1.15) // 8 * 8)
-    return (*steps, *((((limit + most) // 2 // 8 * 8), limit) if limit > most else ()))
+    steps += [(limit + most) // 2 // 8 * 8, limit] if limit > most else []
+    return tuple(steps[::-1][:: -(-len(steps) // count)][::-1])
 
 
 class CompiledTextRollout:
@@ -141,6 +150,7 @@ class CompiledTextRollout:
             graphdefs=graphdefs,
             history_length=settings.history_length,
             decode_batch_size=settings.decode_batch_size,
+            prompt_widths=settings.prompt_widths,
         )
         play = on_shards(TextProgram.play_text, program, text, mesh)
 

@@ -60,6 +60,9 @@ class TextSettings:
     store: bytes to keep what episodes have read when others take their slots; with `reuse`.
     budgets: `env.budgets`.
     words: W of `Episodes.allowed`, if only answers with an admissible command are sampled; 0: anything is.
+
+    On the device alone:
+    prompt_widths: widths of prompts at most (`compiled_text_rollout.widths`).
     """
 
     batch: int
@@ -76,6 +79,7 @@ class TextSettings:
     store: int = 0
     budgets: Sequence[int] = ()
     words: int = 0
+    prompt_widths: int = 13
 
 
 class Carried(NamedTuple):

@@ -344,6 +344,7 @@ def _text_settings(config: Config, models: dict[str, ModelConfig]) -> TextSettin
         history_length=rollout.history_length,
         response_limit=rollout.response_limit,
         decode_batch_size=rollout.decode_batch_size,
+        prompt_widths=rollout.prompt_widths,
         strict=env.strict,
         workers=env.workers,
         time_limit=env.time_limit,

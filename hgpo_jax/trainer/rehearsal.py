@@ -49,7 +49,8 @@ QUIET = 20  # seconds between words of what a stage does
 # Field -> its most.
 MOST = {
     "rollout.group_size": 2,
-    "rollout.prompt_limit": 1024,
+    "rollout.prompt_limit": 1016,  # of which a sampler on the host makes three widths, not four
+    "rollout.prompt_widths": 2,
     "rollout.response_limit": 16,
     "reward.overlong_cache": 16,
     "env.max_turns": 3,
@@ -164,6 +165,7 @@ def _counted(config: Config) -> list[str]:
     unread = {
         "rollout.prompt_limit": compiled,
         "rollout.response_limit": compiled,
+        "rollout.prompt_widths": compiled,
         "env.max_turns": config.env.name not in ENVIRONMENTS,
         "env.generated": config.env.split != "generated",
         "cloning": config.warm_start != "cloning",

@@ -26,6 +26,7 @@ FREE_TO_CHANGE = (
     "mesh",
     "iterations",
     "rollout.decode_batch_size",
+    "rollout.prompt_widths",
     "rollout.mesh",
     "rollout.store",
     "learner.microbatch_size",

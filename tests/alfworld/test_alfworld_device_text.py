@@ -193,8 +193,11 @@ def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
 
 def test_prompts_have_widths_up_to_their_limit():
     for limit in (16, 31, 32, 100, 1024, 1500):
-        widths = compiled_text_rollout.widths(limit)
-        assert list(widths) == sorted(set(widths)) and widths[0] > 0 and widths[-1] == limit
+        for count in (1, 2, 7, 13):
+            widths = compiled_text_rollout.widths(limit, count)
+            assert list(widths) == sorted(set(widths)) and widths[0] > 0 and widths[-1] == limit
+            assert len(widths) <= count
+    assert compiled_text_rollout.widths(4096, 2) == (496, 4096)
 
 
 @pytest.mark.parametrize("opened", ["", "<think>\n", "<think>\n\n</think>\n\n"])
@@ -234,8 +237,7 @@ def test_host_and_device_sample_the_same_episodes(monkeypatch):
     monkeypatch.setattr(generate, "sample_token", lambda logits, keys, decoding: real(logits + bias, keys, decoding))
     mesh, groups = make_mesh("data=2,fsdp=2", jax.devices()[:4]), np.arange(B) // 4
     params = jax.device_put(initialize(model, 0, make_mesh("data=1", jax.devices()[:1])), shardings(model, mesh))
-    settings = TextSettings(batch=B, history_length=K, response_limit=6, decode_batch_size=4)
-    monkeypatch.setattr(compiled_text_rollout, "widths", lambda limit: (limit // 2, limit))  # each compiles all layers
+    settings = TextSettings(batch=B, history_length=K, response_limit=6, decode_batch_size=4, prompt_widths=2)
     host = HostRollout(lambda: AlfworldText(GAMES, max_turns=turns), chat, {SHARED: network(model)}, mesh, settings)
     env, games = CompiledAlfworld(compile_games(GAMES), turns), np.arange(len(GAMES))
     device = CompiledTextRollout(env, games, chat, tokenizer, {SHARED: network(model)}, mesh, settings, host)

@@ -14,7 +14,7 @@ SHORTER = {
         "iterations=12": "iterations=2", "log.dump_every=6": "log.dump_every=2", "cloning.stop_at=0.3": "cloning.max_steps=50",
     },
     "your_own_environment": {
-        '"iterations": 40': '"iterations": 10', "hgpo.episodes(24)": "hgpo.episodes(9)",
+        '"iterations": 40': '"iterations": 5', "hgpo.episodes(24)": "hgpo.episodes(4)",
         'config(method="./deepest.py:deepest")': 'config(method="./deepest.py:deepest", iterations=2)',
     },
 }  # fmt: skip
@@ -47,6 +47,8 @@ def test_it_runs(book, tmp_path, monkeypatch):
     shutil.copytree(HERE, tmp_path / "notebooks", ignore=shutil.ignore_patterns("runs"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.delenv("XLA_FLAGS")  # a reader's devices, not the tests' eight
+    if main_run := os.environ.get("HGPO_MAIN_RUN"):  # whose rollout the quickstart compiles, too
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(Path(main_run).resolve().parent / "cache" / "compiled"))
     notebook = nbformat.read(book, as_version=4)
     for cell in notebook.cells:
         for long, short in SHORTER.get(book.stem, {}).items():

@@ -24,14 +24,5 @@ def command(*arguments, cwd, code=0, devices=2) -> subprocess.CompletedProcess:
 
 
 # Compiled text rollouts compile a whole prefill for each of a dozen widths of prompts. Of two, a run shows the same.
-TRAIN_WITH_TWO_WIDTHS = """
-from hgpo_jax import train
-from hgpo_jax.config import cli
-from hgpo_jax.rollout import compiled_text_rollout
-compiled_text_rollout.widths = lambda limit: (min(limit // 2, 1024), limit)
-cli.run(train.main)
-"""
-
-
 def rows_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

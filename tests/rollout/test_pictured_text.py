@@ -18,7 +18,6 @@ from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.model_config import VisionConfig
 from hgpo_jax.policy.pictures import VISION_TOKENS, insert_tokens, picture_tokens
 from hgpo_jax.policy.tokenizer import embedding_rows
-from hgpo_jax.rollout import compiled_text_rollout
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.compiled_chat_prompts import DeviceAnswer
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout, TextProgram
@@ -86,11 +85,12 @@ def chat_format(tokens=None, vision=None) -> ChatFormat:
 
 def play(history_length=0, spec="data=1", slots=3, limit=R):
     mesh = mesh_of(spec)
-    settings = TextSettings(batch=B, history_length=history_length, response_limit=limit, decode_batch_size=slots)
+    settings = TextSettings(
+        batch=B, history_length=history_length, response_limit=limit, decode_batch_size=slots, prompt_widths=1
+    )
     graphdefs = {SHARED: network(model())}
     rollout = CompiledTextRollout(ENV, None, chat_format(), tokenizer(), graphdefs, mesh, settings)
-    with jax.set_mesh(mesh), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiled_text_rollout, "widths", lambda limit: (limit,))  # each compiles all layers
+    with jax.set_mesh(mesh):
         params = {SHARED: jax.device_put(parameters(), shardings(model(), mesh))}
         tasks, keys = task_numbers("train", 3, INDICES, None), jax.random.split(jax.random.key(5), B)
         return rollout(params, tasks, keys, INDICES, Decoding(temperature=TEMPERATURE))

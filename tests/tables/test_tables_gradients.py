@@ -193,7 +193,7 @@ def test_parts_are_those_of_plain_loops():
 @pytest.mark.slow
 def test_what_a_run_did_next_is_played_again(tmp_path, capsys, monkeypatch):
     """After 0 and 1 iterations of two: the success is the run's own, and GRPO is worse than a perfect baseline."""
-    monkeypatch.setattr(advantage_errors_in_runs, "CONTINUATIONS", 16)
+    monkeypatch.setattr(advantage_errors_in_runs, "CONTINUATIONS", 8)
     monkeypatch.setattr(true_advantages, "ROWS", 1024)
     settings = {
         "few": {"title": "Few", "config": "household", "columns": {"AUC": "train/auc"},

@@ -128,7 +128,8 @@ ELSEWHERE = (
     "env.tile", "env.problems", "env.operations", "env.digits",
     "env.options", "env.template", "env.data", "env.generated", "env.workers", "env.time_limit", "env.command", "env.failed",
     "env.passages", "env.top_k", "env.retriever",
-    "env.num_held_out_tasks", "lora.alpha", "lora.targets", "rollout.decode_batch_size", "cloning.",
+    "env.num_held_out_tasks", "lora.alpha", "lora.targets", "rollout.decode_batch_size",
+    "rollout.prompt_widths", "cloning.",
     "learner.microbatch_size", "learner.remat", "learner.offload", "evaluation.every", "roles", "log.",
     *(f"policy.{name}" for name in ("tokenizer", "vision_", *configuration.PolicyConfig().sizes)),
 )  # fmt: skip

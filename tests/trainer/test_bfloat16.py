@@ -14,15 +14,15 @@ from hgpo_jax.policy import ModelConfig, Policy, initialize
 from hgpo_jax.policy.tokenizer import embedding_rows, text_tokenizer
 from hgpo_jax.setup.build import build
 from tests.helpers.tiny import mesh_of
-from tests.helpers.training import TRAIN_WITH_TWO_WIDTHS, command, rows_of
+from tests.helpers.training import command, rows_of
 
 SIZES = ("policy.hidden_size=32", "policy.intermediate_size=48", "policy.num_attention_heads=4", "policy.num_key_value_heads=2")
 GAMES = Path(__file__).parents[1] / "alfworld" / "data"
-TEXT = ("rollout.prompt_limit=512", "rollout.response_limit=16")
 PLAYED = {
     "household": ("--config", "household"),
-    "text": ("--config", "text_small", *TEXT),
-    "device text": ("--config", "alfworld_tiny", f"data={GAMES}", "env.split=valid_train", *TEXT),
+    "text": ("--config", "text_small", "rollout.prompt_limit=254", "rollout.response_limit=16"),
+    "device text": ("--config", "alfworld_tiny", f"data={GAMES}", "env.split=valid_train", "rollout.prompt_limit=512",
+                    "rollout.prompt_widths=2", "rollout.response_limit=16"),
 }
 SMALL = (
     "iterations=1",
@@ -30,7 +30,7 @@ SMALL = (
     "env.max_turns=3",
     "rollout.prompt_groups=4",
     "rollout.group_size=2",
-    "rollout.decode_batch_size=8",
+    "rollout.decode_batch_size=2",
     "learner.minibatch_size=16",
     "learner.microbatch_size=4",
     "cloning.max_steps=4",
@@ -78,7 +78,7 @@ def test_trains_evaluates_and_exports(spec, played, rank, tmp_path):
     start = "warm_start=none" if played == "device text" else "warm_start=cloning"
     adapters = (f"lora.rank={rank}",) if rank else ()
     fields = (*SMALL, start, *adapters, f"policy={given}", f"mesh={spec}", f"cache_dir={tmp_path / 'cache'}")
-    command("-c", TRAIN_WITH_TWO_WIDTHS, *PLAYED[played], *fields, f"run_dir={run}", cwd=tmp_path, devices=8)
+    command("-m", "hgpo_jax.train", *PLAYED[played], *fields, f"run_dir={run}", cwd=tmp_path, devices=8)
     (row,) = rows_of(run)
     assert row["logp_difference"] < 0.5 and row["nonfinite_steps"] == 0
     if played != "text":

@@ -358,7 +358,7 @@ def test_trains_end_to_end(tmp_path):
     """Cloned, trained, and evaluated again from what was saved."""
     fields = [*TINY, "env.name=household_team_text", "env.max_turns=6", "iterations=2", "warm_start=cloning",
               "cloning.episodes=16", "cloning.max_steps=20", "cloning.check_every=10", f"cache_dir={tmp_path / 'cache'}", OWN,
-              "rollout.prompt_limit=256", "rollout.response_limit=16"]  # fmt: skip
+              "rollout.prompt_limit=254", "rollout.decode_batch_size=1", "rollout.response_limit=16"]  # fmt: skip
     said = command("-m", "hgpo_jax.train", *fields, "run_dir=run", cwd=tmp_path).stdout
     assert "loss searcher" in said and "loss carrier" in said
     for row in rows_of(tmp_path / "run"):

@@ -87,6 +87,7 @@ SETTINGS = {
     "critic and adapters": ("method=ppo", "lora.rank=2", *CLONING),
     "text of roles": ("env.name=household_team_text", "warm_start=none", "rollout.prompt_limit=512", "rollout.response_limit=8",
                       "env.max_turns=3", "roles.searcher.policy=own",
+                      "rollout.decode_batch_size=1",  # one program for prompts, one for responses
                       "roles.searcher.lr=1e-3", "roles.carrier.lora_rank=2"),
 }  # fmt: skip
 
@@ -253,7 +254,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_three_in_a_row_end_the_run(ca
 
 def test_killed_again_and_again(undisturbed):
     """HGPO_KILLS=50 makes it long."""
-    count = int(os.environ.get("HGPO_KILLS", "3"))
+    count = int(os.environ.get("HGPO_KILLS", "2"))
     assert kills.kill_again_and_again(*undisturbed, count).total() == count
 
 
@@ -276,7 +277,7 @@ MetricsWriter.write = counted
 
 def test_a_long_run_keeps_its_memory_files_and_threads(cache, tmp_path):
     """HGPO_LONG_RUN=2000 is the long one."""
-    count = int(os.environ.get("HGPO_LONG_RUN", "100"))
+    count = int(os.environ.get("HGPO_LONG_RUN", "60"))
     fields = (*RUN, cache, f"iterations={count}", f"evaluation.every={count // 20}", f"log.checkpoint_every={count // 20}",
               f"log.dump_every={count // 20}", "log.tensorboard=true")  # fmt: skip
     runs.run(tmp_path, *fields, code=LONG.format(path=str(tmp_path / "usage")))

@@ -17,11 +17,12 @@ from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.glossary import unexplained
 from tests.helpers.needs import DATA
 from tests.helpers.tiny import mesh_of
-from tests.helpers.training import TRAIN_WITH_TWO_WIDTHS, command, rows_of
+from tests.helpers.training import command, rows_of
 
 SMALL = (
     "iterations=2", "rollout.prompt_groups=2", "rollout.group_size=2", "cloning.episodes=8", "cloning.max_steps=20",
     "evaluation.episodes=4", "log.dump_every=1",
+    "rollout.prompt_limit=254", "rollout.decode_batch_size=1",  # one program for prompts, one for responses
 )  # fmt: skip
 FOLDERS = {"alfworld": DATA / "alfworld" / "sample", "webshop": DATA / "webshop"}
 REAL = pytest.mark.needs("data")
@@ -43,7 +44,7 @@ def tokenizer(tmp_path_factory):
 def test_trains_end_to_end(environment, tokenizer, tmp_path):
     folder = tmp_path / "run"
     command(
-        "-c", TRAIN_WITH_TWO_WIDTHS, "--config", f"{environment}_tiny", f"data={FOLDERS[environment]}",
+        "-m", "hgpo_jax.train", "rollout.prompt_widths=2", "--config", f"{environment}_tiny", f"data={FOLDERS[environment]}",
         "rollout.response_limit=4", f"policy.tokenizer={tokenizer}", "env.max_turns=2", "log.tensorboard=false",
         f"run_dir={folder}", f"cache_dir={tmp_path / 'cache'}", cwd=tmp_path,
     )  # fmt: skip

@@ -93,7 +93,7 @@ TEXTS = (
     "both, two",
     [
         ((), ("env.workers=2", "rollout.ready_fraction=0.5")),
-        (("rollout.keep=2", "rollout.overlap=1", "env.budgets=1,3"), ("env.workers=2",)),
+        (("rollout.keep=2", "rollout.overlap=1", "env.budgets=1,3", "rollout.decode_batch_size=1"), ("env.workers=2",)),
     ],
 )
 def test_two_processes_learn_from_the_texts_of_the_first(tmp_path, both, two):
