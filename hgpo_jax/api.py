@@ -82,7 +82,13 @@ class Run:
     def evaluation(self) -> dict[str, Any] | None:
         """The evaluation that ended the run, as `evaluate_policy` returns it; None for a run that has not ended."""
         file = self.folder / OWN
-        return json.loads(file.read_text()) if file.is_file() else None
+        if not file.is_file():
+            return None
+        try:
+            result: dict[str, Any] = json.loads(file.read_text())
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{file}: not an evaluation: {error}; run hgpo_jax.evaluate again") from None
+        return result
 
     def metrics(self) -> pd.DataFrame:
         """Returns a row per iteration, indexed by its number from 0; the README of `hgpo_jax/trainer` explains the columns.

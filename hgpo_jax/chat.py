@@ -9,12 +9,8 @@ The model sees the whole conversation. /reset forgets it, Ctrl-C ends an answer,
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
-
-import jax
 
 from hgpo_jax.config import cli
 from hgpo_jax.export import policy_folder
@@ -22,6 +18,7 @@ from hgpo_jax.policy import load_policy
 from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.sampling.conversation import Chat
 from hgpo_jax.sampling.generate import published_decoding
+from hgpo_jax.utils.compiled_programs import keep_compiled
 from hgpo_jax.utils.errors import ConfigError, printable
 from hgpo_jax.utils.files import CACHE_DIR
 from hgpo_jax.utils.heartbeat import Heartbeat
@@ -87,8 +84,7 @@ def main() -> None:
     p.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of the weights; default: float32")
     args = p.parse_args()
     check_ranges(args)
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
+    keep_compiled(CACHE_DIR)
     try:
         with Heartbeat("preparing the policy"):
             policy = load_policy(policy_folder(args.policy), dtype=args.dtype)

@@ -22,11 +22,13 @@ from hgpo_jax import config as configuration
 from hgpo_jax.advantages import Estimate
 from hgpo_jax.analysis import Dump, diagnostics, group_ids, load, read_config, step_value, step_weights
 from hgpo_jax.config import Config, cli
+from hgpo_jax.learner.methods import METHODS
 from hgpo_jax.rollout.episodes import dumped
 from hgpo_jax.rollout.result import outcome_of
 from hgpo_jax.trainer.curves import AGENTS, GROUPS, LEARNING, ROLES, Panel, read_held_out, read_rows
 from hgpo_jax.utils import remote
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.compiled_programs import keep_compiled
+from hgpo_jax.utils.errors import ConfigError, one_line
 from hgpo_jax.utils.figures import smoothing_window
 from hgpo_jax.utils.files import atomic_write
 
@@ -139,8 +141,11 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
             advantages, sizes, weights = record.by_level()
             absent = np.where(sizes > 0, 0.0, np.nan)
             total = (weights * advantages).sum(-1)
-            grouped = {level: group_ids(e, record, level) for level in record.levels}
-            shown = {level: [each[b, : happened[b]].tolist() for b in rows] for level, each in grouped.items()}
+            grouped = {level: group_ids(e, record, level, rows) for level in record.levels}
+            shown = {
+                level: [ids_of[: happened[b]].tolist() for b, ids_of in zip(rows, each, strict=True)]
+                for level, each in grouped.items()
+            }
             ids += [each for each in shown.values() if each not in ids]
             estimators[name] |= {
                 "level_advantages": cut(advantages + absent),
@@ -153,15 +158,29 @@ def group_data(dump: Dump, group: int, records: dict[str, Estimate], lines: Line
                 # Which of the group's `ids` hold at each level.
                 "ids": {level: ids.index(each) for level, each in shown.items()},
                 # Whether the steps of an episode share the weight of one; whether level 0 compares milestones.
-                "shares": bool(-1 in grouped and (step_weights(record, -1, grouped[-1])[rows] < 1).any()),
+                "shares": bool(-1 in grouped and (step_weights(record, -1, grouped[-1], rows) < 1).any()),
                 "milestones": record.states is not None,
             }
     return {"group": group, "goal": dump.goal(rows[0]), "episodes": episodes, "estimators": estimators, "ids": ids}
 
 
+def estimates(dump: Dump) -> dict[str, Estimate]:
+    """Returns the record of every estimator that a dump is enough for. Raises ConfigError where one's own fails."""
+    records = {}
+    for name in dump.estimators:
+        try:
+            records[name] = dump.estimate(name)
+        except Exception as error:
+            if name in METHODS:
+                raise
+            why = f"fails on the episodes of iteration {dump.iteration}: {type(error).__name__}: {error}"
+            raise ConfigError(one_line(f"method={name}: {why}")) from None
+    return records
+
+
 def dump_data(dump: Dump, groups: int, lines: Lines) -> dict:
     """Returns a dump in the page's format: group sizes of all its episodes, and some whole prompt groups."""
-    records = {name: dump.estimate(name) for name in dump.estimators}
+    records = estimates(dump)
     hierarchy = records["hgpo"]
     sizes = diagnostics.group_sizes(hierarchy.by_level()[1], dump.episodes.mask)
     return {
@@ -297,6 +316,8 @@ def main() -> None:
     target = Path(args.to) if args.to else folders[0] / "report.html"
     if target.is_dir() or (args.to and not target.parent.is_dir()):  # without --to, `gather` reports a bad folder
         raise ConfigError(f"--to {target}: cannot be written; give a file in a folder that exists")
+    if Path(cache_dir := read_config(folders[0]).cache_dir).is_dir():
+        keep_compiled(cache_dir)  # estimators take seconds each
     page = render(gather(folders, args.dumps, args.groups))
     with atomic_write(target, errors="replace") as file:
         file.write(page)

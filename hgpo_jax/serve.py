@@ -29,6 +29,7 @@ from hgpo_jax.export import policy_folder
 from hgpo_jax.policy import Policy, load_policy
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.serving.engine import Engine
+from hgpo_jax.utils.compiled_programs import keep_compiled
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.files import CACHE_DIR
 from hgpo_jax.utils.heartbeat import Heartbeat
@@ -51,8 +52,7 @@ def main() -> None:
     key = os.environ.get(KEY, "")
     if not (key or is_loopback(args.host)):
         raise ConfigError(f"--host {args.host}: anybody could use the policy; set {KEY}, which clients must send")
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(Path(CACHE_DIR, "compiled")))
+    keep_compiled(CACHE_DIR)
     with Heartbeat("preparing the policy"):
         policy, engine, grammars = _load(args)
     try:

@@ -23,6 +23,7 @@ from hgpo_jax.rollout.backend import backend, role_names
 from hgpo_jax.rollout.episodes import Episodes, dumped
 from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.rollout.result import branch_mark, outcome_of
+from hgpo_jax.rollout.rewards import signal_names
 from hgpo_jax.utils import remote
 from hgpo_jax.utils.errors import ConfigError
 
@@ -56,12 +57,22 @@ class Dump:
     @property
     def estimators(self) -> tuple[str, ...]:
         """The estimators that need only a dump; the run's own first, if it is one of them (`gae` needs values)."""
+        own = self.estimator  # which makes a user's own one of ESTIMATORS
         # With one role, comparing roles is comparing everything.
         held = methods.AVAILABLE_ARRAYS.keys() - (set() if len(self.roles) > 1 else {"agents"})
         held -= {"signals"} if self.episodes.signals is None else set()
         needed = {name: set(advantages.parameters(name)[0]) for name in ESTIMATORS}
-        able = [name for name in needed if held | ({"agents"} if name == self.estimator else set()) >= needed[name]]
-        return tuple(sorted(able, key=lambda name: name != self.estimator))
+        able = [name for name in needed if held | ({"agents"} if name == own else set()) >= needed[name]]
+        able = [name for name in able if name == own or methods.FIRST_SIGNAL.get(name) in (None, self._first_signal)]
+        return tuple(sorted(able, key=lambda name: name != own))
+
+    @functools.cached_property
+    def _first_signal(self) -> str:
+        """The name of the first signal; empty if there is none, or the environment cannot be made."""
+        try:
+            return next(iter(signal_names(self.config)), "")
+        except Exception:  # as in `roles`
+            return ""
 
     def estimate(self, name: str = "", **options: Any) -> Estimate:
         """Returns the record of `hgpo_jax.advantages.estimate` on these episodes, as NumPy arrays.

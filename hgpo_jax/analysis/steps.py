@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -13,14 +14,16 @@ from hgpo_jax.analysis.dumps import Dump
 from hgpo_jax.rollout.episodes import Episodes
 
 
-def group_ids(episodes: Episodes, record: Estimate, level: int) -> np.ndarray:
+def group_ids(episodes: Episodes, record: Estimate, level: int, rows: Sequence[int] | slice = slice(None)) -> np.ndarray:
     """Returns dense ids of the groups of a level, i64[B, T]; -1 where a step is in none; `level` -1 is the prompt groups.
+
+    rows: the episodes to look at, B of them, such as those of a prompt group, which no group leaves.
 
     Steps with t < level are in groups of their own, with steps of the same short past; estimators may leave them out
     (`level_sizes` 0). Whole contexts are compared, one column at a time.
     """
-    peers = np.asarray(record.peers)
-    states, mask = np.asarray(episodes.states if record.states is None else record.states), peers >= 0
+    peers = np.asarray(record.peers)[rows]
+    states, mask = np.asarray(episodes.states if record.states is None else record.states)[rows], peers >= 0
     columns = [peers]
     for lag in range(level + 1):
         before = np.full(mask.shape, -1, np.int64)
@@ -44,12 +47,12 @@ def step_value(dump: Dump, record: Estimate, level: int) -> jax.Array | np.ndarr
     return record.returns if level >= 0 or record.scores is None else record.scores
 
 
-def step_weights(record: Estimate, level: int, ids: np.ndarray) -> np.ndarray:
-    """Returns f64[B, T], how much each step counts in the mean of its group; ids: from `group_ids`.
+def step_weights(record: Estimate, level: int, ids: np.ndarray, rows: Sequence[int] | slice = slice(None)) -> np.ndarray:
+    """Returns f64[B, T], how much each step counts in the mean of its group; ids: from `group_ids` with the same rows.
 
     With `advantage.statistics=per_trajectory` the steps of an episode share the weight of one in the prompt group.
     """
-    counted = record.by_level()[1][..., record.levels.index(level)]
+    counted = record.by_level()[1][rows][..., record.levels.index(level)]
     count = lambda these: np.where(these >= 0, np.bincount(these[these >= 0], minlength=ids.max() + 1)[these], 1)  # noqa: E731
     in_episode = np.stack([count(row) for row in ids])  # a team's episode has steps in several groups
     return np.where((level < 0) & (counted != count(ids)), 1 / in_episode, 1.0)

@@ -146,7 +146,8 @@ def refuse_another(file: Path, plan: dict, directions: int | None) -> None:
 def digest(config: Config) -> str:
     """Returns a digest of the fields that affect learning, and of the user's code that they name, as it is now.
 
-    Equal ones and an equal seed make the same run. It does not cover what that code imports, nor this library.
+    Equal ones and an equal seed make the same run, if `iterations` sets no slope of the learning rate. Not covered: what that
+    code imports, and this library.
     """
     excluded: dict = {"name": True}
     for name in FREE_TO_CHANGE:

@@ -149,7 +149,8 @@ def play_both(job: Job, params, passes: Passes = NONE_KEPT) -> tuple[dict, list[
     result = {
         "episodes": len(episodes.success),
         "temperature": settings.temperature,
-        **{name: {mode: modes[mode][name] for mode in modes} for name in modes["sampled"]},
+        # A score may be known in one of the two alone.
+        **{name: {mode: x[name] for mode, x in modes.items()} for name in modes["sampled"] if name in modes["greedy"]},
     }
     return result, first_transcripts
 

@@ -81,6 +81,6 @@ def describe_samples(result: dict) -> str:
     lines = []
     for name, x in result.items():
         if "@" in name and x["mean"] is not None:
-            low, high = x["interval"] or (float("nan"),) * 2
-            lines.append(f"{name:8s}{x['mean']:7.1%} of {x['tasks']} tasks (95 % interval {low:.1%} to {high:.1%})")
+            spread = " (95 % interval {:.1%} to {:.1%})".format(*x["interval"]) if x["interval"] else ""
+            lines.append(f"{name:8s}{x['mean']:7.1%} of {x['tasks']} task{'s' * (x['tasks'] > 1)}{spread}")
     return "\n".join(lines)

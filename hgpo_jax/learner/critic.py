@@ -112,7 +112,8 @@ def make_value_loss(values: Values, clip: float) -> Loss:
         assert batch.values is not None and batch.returns is not None
         _, stats = losses.value_loss(predicted, batch.values, batch.returns, counts, clip=clip)
         total = stats.pop("loss")
-        stats = {"loss": total, "value_clip_fraction": stats["value_clip_fraction"]}
+        decisions = (batch.response_lengths > 0).sum()  # over which gradients are means, too, whatever the number of heads
+        stats = {"loss": (total[0], decisions), "value_clip_fraction": stats["value_clip_fraction"]}
         error = jnp.where(counts, jnp.square(predicted - batch.returns), 0.0)
         stats["squared_error"] = (error.sum(), total[1])
         return total[0], stats, jnp.float32(0)

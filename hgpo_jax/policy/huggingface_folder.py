@@ -273,6 +273,8 @@ def atomic_folder(folder: Path, stem: str = "model") -> Iterator[Path]:
             folder.rename(old)
         partial.rename(folder)
     finally:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
 

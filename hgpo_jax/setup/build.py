@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +27,7 @@ from hgpo_jax.setup.devices import prepare_devices
 from hgpo_jax.setup.job import Job, PolicySetup, Runner
 from hgpo_jax.setup.sight import check_sight, shown, tower_is_frozen
 from hgpo_jax.setup.validate import check_together, example_budgets
+from hgpo_jax.utils.compiled_programs import keep_compiled
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import phase
 
@@ -175,11 +174,7 @@ def build(config: Config, mesh: Mesh | None = None, rollout_mesh: Mesh | None = 
     check_numbers(config.method)
     check_loss_numbers(config.learner, method_named(config.method))
     jax.set_mesh(mesh)
-    compiled = Path(config.cache_dir, "compiled")
-    if any(path.exists() and not path.is_dir() for path in (compiled, *compiled.parents)):
-        raise ConfigError(f"cache_dir={config.cache_dir}: part of the path is a file; choose another folder")
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):  # the user's setting of jax's own variable wins
-        jax.config.update("jax_compilation_cache_dir", str(compiled))
+    keep_compiled(config.cache_dir)
     makers = text_makers(config)  # first, so that missing files are reported before weights are read
     check_expert(config, makers)
     policy = make_policy(config, check_memory(config, mesh, rollout_mesh, trains), mesh)

@@ -16,7 +16,7 @@ from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART, parameters
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
-from hgpo_jax.config.schema import Config, EnvConfig
+from hgpo_jax.config.schema import Config, EnvConfig, PolicyConfig
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, TEAM_REWARD, Method, method_named
@@ -34,7 +34,9 @@ COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gbpo", "gdpo", "grpo", 
 # Options that only some estimators have. gamma is not among them: the metrics have a return, too.
 READ_BY_SOME = ("normalize", "alpha", "history_length", "lam", "signal_weights")
 
-# Losses whose clips are far narrower than an update moves the ratio, and the correction that begins it at 1 again.
+# Losses whose own clips are far narrower than WIDE, by which an update moves the ratio, and the correction that begins it at 1
+# again.
+WIDE = 0.01
 NARROW = {"gspo": "sequence", "kpo": "token"}
 
 
@@ -269,11 +271,15 @@ def _check_loss(config: Config, method: Method) -> None:
     of = f"learner.loss={loss}" if learner.loss else f"method={config.method}"
     if loss in loss_table.WHOLE_RESPONSES and (by_token := learner.rollout_correction) in ("token", "mask"):
         raise ConfigError(f"learner.rollout_correction={by_token}: {of} weighs whole responses; give sequence, or none")
+    if loss == "egpo" and (weights := learner.rollout_correction) in ("token", "sequence"):
+        raise ConfigError(f"learner.rollout_correction={weights}: {of} adds a bonus that it does not weigh; give mask, or none")
     if loss in loss_table.WHOLE_RESPONSES and method.parts:
         raise ConfigError(f"{of}: weighs whole responses; the parts of an answer of method={config.method} differ")
     behind = {"overlap": config.rollout.overlap, "keep": config.rollout.keep - 1}
     older = next((f"rollout.{name}={getattr(config.rollout, name)}" for name, more in behind.items() if more), "")
-    if older and learner.rollout_correction == "none" and loss in NARROW:
+    options = loss_table.options(learner, method)
+    narrow = loss in NARROW and min(options["clip_low"], options["clip_high"]) < WIDE
+    if older and learner.rollout_correction == "none" and narrow:
         raise ConfigError(
             f"{older}: {of} clips ratios that one update already exceeds; give learner.rollout_correction={NARROW[loss]}, too"
         )
@@ -282,7 +288,6 @@ def _check_loss(config: Config, method: Method) -> None:
             f"rollout.constrain=admissible: {of} compares how uncertain tokens are, and many have no choice; leave one of the "
             "two out"
         )
-    options = loss_table.options(learner, method)
     for field in loss_table.FIELDS:
         value, default = getattr(learner, field), LearnerConfig.model_fields[field].default
         if field not in options and value != default:
@@ -333,6 +338,14 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
             "nothing is masked; give learner.rollout_correction=mask",
         ),
         "policy.vision_": (env and env.pictures, f"env.name={config.env.name} shows no pictures; leave it out"),
+        **{
+            f"policy.{size}": (not config.policy.source, "policy.source has sizes of its own; leave it out")
+            for size in PolicyConfig().sizes
+        },
+        **{
+            f"reward.{name}": (config.reward.source, "there is no reward function; give reward.source, too")
+            for name in ("workers", "time_limit")
+        },
         "rollout.ready_fraction": (as_text, f"env.name={config.env.name}, compiled, steps all episodes at once; leave it out"),
         "env.generated": (config.env.split == "generated", "is read with env.split=generated alone; leave it out"),
         "env.passages": (

@@ -14,6 +14,7 @@ from scipy import special
 from hgpo_jax.tables.plan import Cell, Plan, Table, cells_of
 from hgpo_jax.tables.run_results import Results
 
+EQUAL = 1e-5  # below it, differences of percent points are rounding
 CHANCE = 0.05  # probability that a 95 % interval excludes 0 without any effect
 FEWEST = 3  # pairs of a difference that is drawn and counted: the interval of two would hide the others
 
@@ -139,15 +140,17 @@ def paired_difference(ours: dict[Any, float], theirs: dict[Any, float]) -> Paire
     """Computes the difference ours - theirs over the seeds, or other keys, that both have; None with fewer than two of them.
 
     Equal differences, as numbers of few tasks may have by chance, say nothing of their spread: the interval then holds every
-    number, and p is 1.
+    number, and p is 1. Those that only rounding tells apart are equal.
     """
     d = np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
     if len(d) < 2:
         return None
     mean, error = float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d)))
+    if np.ptp(d) < EQUAL:
+        error = 0.0
     half = float(special.stdtrit(len(d) - 1, 0.975)) * error
     p = float(2 * special.stdtr(len(d) - 1, -abs(mean) / error)) if error else 1.0
-    if not error and mean:
+    if not error and abs(mean) >= EQUAL:
         half = math.inf
     return Paired(len(d), mean, error, (mean - half, mean + half), int((d > 0).sum()), int((d < 0).sum()), p)
 

@@ -83,7 +83,13 @@ def _curves(axis: Axes, plan: Plan, table: Table, curves: dict[str, np.ndarray],
             axis.plot(x, y, color=PALE, linewidth=1)
             continue
         axis.plot(x, y, color=colors[method], linewidth=2)
-        ends.append((float(y[-1]), x[-1], f"{plan.methods[method].title} ({len(curves[method])} runs)", colors[method]))
+        known = np.flatnonzero(np.isfinite(y))
+        if not len(known):
+            continue
+        last = known[-1]
+        ends.append(
+            (float(y[last]), int(x[last]), f"{plan.methods[method].title} ({len(curves[method])} runs)", colors[method])
+        )
         if not others:
             low, high = smooth(mean - half, window)[whole], smooth(mean + half, window)[whole]
             axis.fill_between(x, low, high, color=colors[method], alpha=0.13, linewidth=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from hgpo_jax.tables.run_measurements import InRun, moment, of_plan
 from hgpo_jax.tables.run_results import Result, Results, changed_fields, read_all
 from hgpo_jax.utils.errors import ConfigError
 
+DIGITS = 6  # after the point, of a record's numbers; `compare.EQUAL` is more than they lose
 MEASURED: tuple[type[InRun], ...] = (Measured, Directions)
 
 
@@ -93,12 +95,16 @@ def record_text(plan: Plan, results: AllResults, rows: list[Row]) -> str:
         if result:
             short = {
                 "seconds": round(result.seconds, 1),
-                "numbers": {name: (round(m, 3), s if s is None else round(s, 3)) for name, (m, s) in result.numbers.items()},
+                "numbers": {
+                    name: (round(m, DIGITS), s if s is None else round(s, DIGITS)) for name, (m, s) in result.numbers.items()
+                },
                 "curve": [value if value is None else round(value, 4) for value in result.curve],
             }
             lines.append({"cell": cell.name} | result.model_copy(update=short).model_dump(exclude_defaults=True))
     names = ("table", "setting", "method", "column")
     paired = [{name: getattr(row, name) for name in names} | row.versus._asdict() for row in rows if row.versus]
+    for pair in paired:  # JSON has no infinity
+        pair["interval"] = [end if math.isfinite(end) else None for end in pair["interval"]]
     one_a_line = lambda items: "[\n  " + ",\n  ".join(map(json.dumps, items)) + "\n ]" if items else "[]"  # noqa: E731
     parts = {
         "title": json.dumps(plan.title),

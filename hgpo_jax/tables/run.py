@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,17 +22,17 @@ from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.heartbeat import phase
 from hgpo_jax.utils.progress import say
 
-VARIABLE = re.compile(r"\$(\w+)")
+VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)\})")
 
 
-def expand(step: Step, environment=os.environ) -> list[str]:
-    """Returns the command for a process, with `$NAME` replaced. Raises ConfigError if a variable is not set."""
+def expand(step: Step, environment: Mapping[str, str]) -> list[str]:
+    """Returns the command for a process, with `$NAME` and `${NAME}` replaced. Raises ConfigError if a variable is not set."""
     words = []
     for word in step.arguments:
-        for name in VARIABLE.findall(word):
+        for name in map("".join, VARIABLE.findall(word)):
             if not environment.get(name):
                 raise ConfigError(f"{word}: set the variable {name} first, as in {name}=FOLDER")
-        words.append(VARIABLE.sub(lambda name: environment[name[1]], word))
+        words.append(VARIABLE.sub(lambda found: environment[found[1] or found[2]], word))
     return [sys.executable, "-m", f"hgpo_jax.{step.module}", *words]
 
 
@@ -61,7 +61,7 @@ def _fault(parts: list[Step], log: Path, stop: threading.Event, **options) -> st
         if step.done:
             continue
         with open(log, "a") as file:
-            done = subprocess.run(expand(step), stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options)
+            done = subprocess.run(expand(step, options["env"]), stdin=subprocess.DEVNULL, stdout=file, stderr=file, **options)
         if done.returncode:
             return f"{step.module} ended with code {done.returncode}; {log} says why"
         if not step.done:  # fields other than the plan's, in an earlier call
@@ -81,7 +81,7 @@ def run_cells(plan: Plan, cells: list[Cell], runs: Path, source: Path, *, jobs: 
     """
     commands = {cell: steps(plan, cell, runs, more) for cell in cells}
     for step in itertools.chain(*commands.values()):
-        expand(step)
+        expand(step, os.environ | plan.variables)
     todo = {cell: parts for cell, parts in commands.items() if not all(step.done for step in parts)}
     cards = Cards(there(os.environ | plan.variables), jobs)
     needed = {cell: cards.needed(plan, cell, more) for cell in todo}

@@ -365,6 +365,9 @@ def cache_key(config: Config) -> str:
             large = f"{about.st_size} {about.st_mtime_ns}" if about.st_size > LARGE else ""
             parts.append(f"{file.name} {large or hashlib.sha256(file.read_bytes()).hexdigest()}")
     digest = hashlib.sha256("\0".join(parts).encode())
+    for path in sorted(str(value) for value in config.env.options.values() if isinstance(value, str)):
+        if Path(path).is_file():
+            digest.update(Path(path).read_bytes())
     if Path(config.env.template).is_file():  # otherwise it names one of our templates
         digest.update(Path(config.env.template).read_bytes())
     sources = [role.policy for role in config.roles.values() if role.policy not in ("shared", "own")]

@@ -188,10 +188,10 @@ def _held_out(axis: Axes, panel: Panel, rows: list[dict], final: dict | None) ->
     points = [(row["iteration"], row[name]) for row in rows if row.get(name := f"validation/{panel.metric}") is not None]
     if points:
         axis.plot(*zip(*points, strict=True), ".-", color=HELD_OUT, linewidth=1, label="held-out, while training")
-    if not final or panel.metric not in final["sampled"]:
-        return
     end = rows[-1]["iteration"] + 1
     for mode, face, aside in zip(MODES, (HELD_OUT, "white"), (0.0, 0.02 * end), strict=True):
+        if not final or panel.metric not in final[mode]:
+            continue
         y = final[mode][panel.metric]
         spread, label = None, f"held-out, {mode}"
         if panel.metric == "success":

@@ -23,7 +23,7 @@ from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summar
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.policy import load_policy, lora
 from hgpo_jax.policy.source import is_hub_name
-from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.trainer.behavior_cloning import check_words, warm_start
 from hgpo_jax.trainer.checkpoint import Checkpoints
@@ -97,8 +97,8 @@ class Training:
             sampled = None
             for iteration in range(self.done, self.config.iterations):
                 validation = self._validate_and_save(iteration)
-                episodes, sums, counts = sampled or self._rollout(iteration)
-                self._update(iteration, episodes, sums, counts | validation)
+                result, sums, counts = sampled or self._rollout(iteration)
+                self._update(iteration, result, sums, counts | validation)
                 self.stop.agreed(iteration)
                 more = self.config.rollout.overlap and self.done < self.config.iterations
                 sampled = self._rollout(self.done) if more else None
@@ -166,23 +166,24 @@ class Training:
             self._save(success)
         return validation
 
-    def _rollout(self, iteration: int) -> tuple[Episodes, list[dict], dict]:
-        """Returns the iteration's episodes, sums over its rollouts, and further metrics."""
+    def _rollout(self, iteration: int) -> tuple[RolloutResult, list[dict], dict]:
+        """Returns the iteration's episodes with their report, sums over its rollouts, and further metrics."""
         began = time.perf_counter()
         with phase("rollout", says_end=False):
             trained = self.state.sampler or self.state.params
             params = self.job.rollout_params(trained, self.rollout_reference)
-            (episodes, report), sums, counts = sample(self.job, params, iteration)
-        self.recorder.time_phase("rollout", episodes.mask, began)
-        self.recorder.dump(iteration, episodes, report)
+            result, sums, counts = sample(self.job, params, iteration)
+        report = result.report
+        self.recorder.time_phase("rollout", result.episodes.mask, began)
+        self.recorder.dump(iteration, result)
         self.recorder.wait()  # at most one iteration is in flight
         if self.config.rollout.overlap or self.config.rollout.keep > 1:
             versions = [version for turns in report.versions for version in turns] if report else []
             updates = np.maximum(0, np.array(versions or [iteration]) - self.config.rollout.overlap)
             counts = counts | {"staleness": iteration - float(updates.mean())}
-        return episodes, sums, counts
+        return result, sums, counts
 
-    def _update(self, iteration: int, episodes: Episodes, sums: list[dict], counts: dict) -> None:
+    def _update(self, iteration: int, result: RolloutResult, sums: list[dict], counts: dict) -> None:
         """Learns from the episodes; signals wait until the iteration has been counted."""
         with self.stop.defer_signals():
             began = time.perf_counter()
@@ -192,12 +193,17 @@ class Training:
             with phase("update", says_end=False):
                 sampler = self._keep_for_sampling()
                 state, metrics = self.train_step(
-                    self.state.replace(sampler=None, partial=None), self.reference, episodes, key, jnp.float32(scale), role
+                    self.state.replace(sampler=None, partial=None),
+                    self.reference,
+                    result.episodes,
+                    key,
+                    jnp.float32(scale),
+                    role,
                 )
                 self.state = state.replace(sampler=sampler, partial=self.job.partial and self.job.partial.snapshot())
             self.done = iteration + 1
             self.recorder.time_phase("update", metrics, began)
-            self.recorder.row(iteration, sums, metrics, counts | {"lr": self.config.learner.lr * scale}, episodes)
+            self.recorder.row(iteration, sums, metrics, counts | {"lr": self.config.learner.lr * scale}, result)
 
     def _keep_for_sampling(self) -> dict | None:
         """Returns, with `rollout.overlap`, a copy of the weights for `TrainState.sampler` and deletes the copy before it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 
 from hgpo_jax.config import Config
-from hgpo_jax.rollout.episodes import Episodes
+from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.trainer.alarms import Alarms
 from hgpo_jax.trainer.metrics import Logger, MetricsWriter, WeightsAndBiases, read_metrics, rollout_metrics, unknown_by_role
 from hgpo_jax.utils.errors import RunError
@@ -70,28 +70,28 @@ class Recorder:
         self._seconds[name] = ended - max(began, self._last)
         self._last = ended
 
-    def dump(self, iteration: int, episodes: Episodes, report) -> None:
+    def dump(self, iteration: int, result: RolloutResult) -> None:
         """Begins to write an iteration's episodes, if a dump is due, and their report, if they have one."""
         last = iteration + 1 == self._config.iterations
         if self._writes and (last or (iteration + 1) % self._config.log.dump_every == 0):
             if self._dump:
                 self._dump.result()
-            self._dump = self._dumps.submit(self._save, f"iteration-{iteration:05d}", episodes, report)
+            self._dump = self._dumps.submit(self._save, f"iteration-{iteration:05d}", result)
 
-    def _save(self, name: str, episodes: Episodes, report=None) -> None:
+    def _save(self, name: str, result: RolloutResult) -> None:
         path = self._folder / "episodes" / name
-        if report is not None:  # first: a dump without one is a compiled rollout's
-            report.save(path.with_suffix(".json"))
-        jax.device_get(episodes).save(path.with_suffix(".npz"))
+        if result.report is not None:  # first: a dump without one is a compiled rollout's
+            result.report.save(path.with_suffix(".json"))
+        jax.device_get(result.episodes).save(path.with_suffix(".npz"))
 
-    def row(self, iteration: int, sums: list[dict], metrics: dict, counts: dict, episodes: Episodes) -> None:
+    def row(self, iteration: int, sums: list[dict], metrics: dict, counts: dict, result: RolloutResult) -> None:
         """Begins to write an iteration's row.
 
         sums: from its rollouts (`metrics.rollout_sums`); metrics: from the update; counts: numbers that are already computed.
         """
-        self._row = self._rows.submit(self._write, iteration, sums, metrics, counts, episodes)
+        self._row = self._rows.submit(self._write, iteration, sums, metrics, counts, result)
 
-    def _write(self, iteration: int, sums, metrics, counts: dict, episodes: Episodes) -> None:
+    def _write(self, iteration: int, sums, metrics, counts: dict, result: RolloutResult) -> None:
         numbers = {name: float(value) for name, value in jax.device_get(metrics).items()}
         row = {"iteration": iteration, **rollout_metrics(sums), **counts, **numbers, "seconds": self._seconds}
         row |= unknown_by_role(row)
@@ -101,12 +101,12 @@ class Recorder:
         row["tokens_per_second"] = row["tokens"] / (spent["rollout"] + spent["update"])
         if self._writes:
             if row["nonfinite_steps"]:
-                self._save(f"nonfinite-{iteration:05d}", episodes)
+                self._save(f"nonfinite-{iteration:05d}", result)
             self._writer.write(row)
             self._progress.update(1, live_line(row), seconds=sum(spent.values()))
             self._call_back(dict(row))
         try:
-            warnings = self._alarms.check(row, episodes)
+            warnings = self._alarms.check(row, result.episodes)
         except RunError as error:  # as in `_call_back`
             self._raised = error
             return

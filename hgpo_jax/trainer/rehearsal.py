@@ -110,7 +110,7 @@ def _prepare(config: Config, folder: Path) -> tuple[list[tuple[str, list[str]]],
     axes = _axes(config.mesh)
     fields, unseen = smaller(config, axes), []
     apart = _axes(config.rollout.mesh) if config.rollout.mesh else axes
-    if sources := {config.policy.source, *(role.policy for role in config.roles.values())} - {"", "own"}:
+    if sources := {config.policy.source, *(role.policy for role in config.roles.values())} - {"", "own", "shared"}:
         both = {axis: math.lcm(size, apart[axis]) for axis, size in axes.items()}
         unseen += _save_policies(config, sources, both, fields, folder)
     file, run = folder / "rehearsal.yaml", folder / "run"

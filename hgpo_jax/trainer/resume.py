@@ -13,6 +13,8 @@ import yaml
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
 from hgpo_jax.config.earlier_fields import unknown_field
+from hgpo_jax.learner.loss_table import name_of
+from hgpo_jax.learner.methods import method_named
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.trainer.checkpoint import newest_intact
 from hgpo_jax.trainer.metrics import keep_rows, read_metrics
@@ -125,6 +127,9 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
     """
     differ = differing(config, folder)
     all_fields = set(configuration.fields())
+    free: tuple[str, ...] = FREE_TO_CHANGE
+    if name_of(config.learner, method_named(config.method)) == "hapo":  # it compares the rows of a micro-batch
+        free = tuple(name for name in free if name not in ("mesh", "learner.microbatch_size"))
     fixed = {
         name
         for name in differ
@@ -138,7 +143,7 @@ def check_unchanged(config: Config, folder: Path, allowed: tuple[str, ...] = ())
     changed = {
         name: f"{name}={now} (the run began with {name}={before})"
         for name, (before, now) in differ.items()
-        if not name.startswith(FREE_TO_CHANGE) and (name not in allowed or name in fixed)
+        if not name.startswith(free) and (name not in allowed or name in fixed)
     }
     if changed:
         ways = [f"what the run in {folder} began with", "another run_dir"]

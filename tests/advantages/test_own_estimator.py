@@ -64,6 +64,7 @@ jitted = jax.jit(filled)
 bound = functools.partial(filled)  # of no file
 plain = made(lambda batch: batch.rewards)
 huge = made(lambda batch: batch.rewards * 1e20)
+padded = made(lambda batch: jnp.where(batch.mask, batch.rewards, jnp.nan))
 rarely_nan = made(lambda batch: jnp.where(batch.rewards == 7, jnp.nan, 1.0))  # not before a reward of 7
 rarely_huge = made(lambda batch: jnp.where(batch.rewards == 7, 1e16, 1.0))
 """
@@ -73,7 +74,8 @@ NUMPY = "NumPy cannot be compiled; use jax.numpy in its place"
 @pytest.fixture
 def mine(tmp_path, monkeypatch):
     monkeypatch.setattr(advantages, "ESTIMATORS", dict(advantages.ESTIMATORS))
-    monkeypatch.setattr("hgpo_jax.learner.methods.ESTIMATORS", advantages.ESTIMATORS)
+    for module in ("learner.methods", "analysis.dumps"):
+        monkeypatch.setattr(f"hgpo_jax.{module}.ESTIMATORS", advantages.ESTIMATORS)
     file = tmp_path / "mine.py"
     file.write_text(MINE)
     return lambda name: f"{file}:{name}"
@@ -104,6 +106,12 @@ def test_parameters_that_cannot_be_read_are_refused(tmp_path):
 
 def test_numbers_that_can_be_learned_from_pass(mine):
     check_numbers(method_named(mine("plain")).estimator)
+    check_numbers(method_named(mine("padded")).estimator)  # of steps that did not happen nothing is asked
+    mask = np.array([[True, False]])
+    estimated = advantages.estimate(
+        mine("padded"), rewards=mask * 2.0, mask=mask, states=mask * 0, groups=np.zeros(1, int), invalid=~mask
+    )
+    np.testing.assert_array_equal(estimated.advantages, [[2, 0]])
     check_numbers(method_named(mine("by_length")).estimator)  # a response is never without a token
     check_numbers("hgpo")
 
@@ -133,6 +141,7 @@ def test_an_estimator_reads_the_type_of_a_task_and_the_tokens_of_each_response(m
     e.mask[:, 0] = e.mask[1, 1] = True
     e.rewards[:], e.task[:], e.response_lengths[:] = [[6, 0], [6, 6]], [0, 2], [[3, 0], [2, 4]]
     dump = Dump(e, load(None, [f"method={mine('by_length')}"]), None)
+    assert Dump(e, load(None, [f"method={mine('plain')}"]), None).estimators[0] == mine("plain")  # read here for the first time
     np.testing.assert_allclose(dump.estimate().advantages, [[2, 0], [9, 4.5]])
 
 

@@ -297,6 +297,13 @@ def test_refusals_are_one_line(tmp_path):
         analysis.load(EXAMPLE, iteration=3)
 
 
+def test_a_signal_that_means_something_else_is_no_milestone(dump):
+    signals = np.zeros((*dump.episodes.mask.shape, 1), np.float32)
+    for fields, able in (([], False), (["env.milestones=true"], True)):
+        counted = dataclasses.replace(dump, episodes=dump.episodes.replace(signals=signals), config=load("household", fields))
+        assert ("beacon" in counted.estimators) == able and "hbpo" not in counted.estimators
+
+
 def test_the_readmes_example_is_the_step_in_its_picture(dump, hgpo):
     text = analysis.step_text(dump, hgpo, episode=6, turn=6)
     assert "> go_to fridge_1\nreturn 8.15, advantage +5.46" in text

@@ -154,6 +154,10 @@ def test_mistakes_are_one_line(trained, tmp_path):
     (tmp_path / "config.yaml").write_text((run.folder / "config.yaml").read_text())
     young = hgpo_jax.load_run(tmp_path)
     assert young.metrics().empty and young.evaluation is None
+    (tmp_path / "evaluation.json").write_text('{"a":')
+    with pytest.raises(hgpo_jax.ConfigError, match=r"evaluation\.json: not an evaluation: "):
+        young.evaluation  # noqa: B018
+    (tmp_path / "evaluation.json").unlink()
     with pytest.raises(hgpo_jax.ConfigError, match="the run has not ended"):
         young.policy()
 

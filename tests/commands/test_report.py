@@ -155,6 +155,16 @@ def test_an_estimator_that_is_gone_is_no_damaged_dump(monkeypatch):
         report.gather([EXAMPLE], dumps=1, groups=1)
 
 
+def test_an_estimator_that_fails_is_no_damaged_dump(monkeypatch):
+    def failing(self, name="", **_):
+        raise ValueError("too long")
+
+    monkeypatch.setattr(analysis.Dump, "estimators", ("./x.py:f",))
+    monkeypatch.setattr(analysis.Dump, "estimate", failing)
+    with refused("method=./x.py:f: fails on the episodes of iteration 39: ValueError: too long", ConfigError):
+        report.gather([EXAMPLE], dumps=1, groups=1)
+
+
 def test_groups_with_mixed_outcomes_are_chosen():
     dump = analysis.load(EXAMPLE)
     e = dump.episodes

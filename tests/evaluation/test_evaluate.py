@@ -135,6 +135,20 @@ def test_success_that_the_environment_does_not_say(job, tmp_path):
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written["success"] == {"sampled": None, "greedy": None} and written["by_task"]["greedy"] == {}
     assert curves.read_held_out(tmp_path)["greedy"].keys() == {"turns", "valid"}
+    known = held_out.play_held_out
+
+    def greedy_alone_is_unknown(job, params, decoding, *more):
+        episodes, _, transcripts = known(job, params, decoding, *more)
+        sampled = bool(decoding.temperature)
+        judged = np.full(len(episodes.mask), sampled)
+        return episodes.replace(judged=judged), np.where(judged, 0.5, np.nan), transcripts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(held_out, "play_held_out", greedy_alone_is_unknown)
+        evaluation_files.write(tmp_path / "evaluation.json", held_out.play_both(job, None)[0])
+    of_modes = curves.read_held_out(tmp_path)
+    assert "success" in of_modes["sampled"] and "success" not in of_modes["greedy"]
+    assert curves.draw([{"iteration": 0, "success": 0.5}], held_out=of_modes)
     result, episodes = held_out.evaluate_seeds(job, None, [1, 2])
     assert {e["success"] for e in episodes} == {None} and not any("success" in name for name in result["over_seeds"])
 

@@ -84,7 +84,8 @@ def test_every_task_is_played_that_often_and_first_as_in_the_evaluation():
         low, high = result[name]["interval"]
         assert 0 <= low < result[name]["mean"] < high <= 1
     assert json.loads(json.dumps(result)) == result
-    assert samples.describe_samples(result).splitlines()[0].startswith(f"avg@5   {result['avg@5']['mean']:7.1%} of 10 tasks")
+    assert samples.describe_samples(result).splitlines()[0].startswith(f"avg@5   {result['avg@5']['mean']:7.1%} of 10 tasks (")
+    assert samples.describe_samples({"avg@5": {"mean": 0.5, "tasks": 1, "interval": None}}) == "avg@5     50.0% of 1 task"
 
 
 def test_plays_without_an_outcome_do_not_count():

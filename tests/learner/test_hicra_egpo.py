@@ -59,6 +59,8 @@ def test_a_batch_is_that_of_the_clipped_surrogate_with_other_advantages():
 
 def test_an_environment_without_plans_is_refused():
     check_together(load(None, ["learner.loss=egpo", "env.name=household_subgoals"]))
+    with refused("learner.rollout_correction=token: learner.loss=egpo adds a bonus that it does not weigh", ConfigError):
+        check_together(load(None, ["learner.loss=egpo", "env.name=household_subgoals", "learner.rollout_correction=token"]))
     with refused("learner.loss=hicra: needs answers with switch, subgoal and action parts, which env.name=", ConfigError):
         check_together(load(None, ["learner.loss=hicra"]))
 

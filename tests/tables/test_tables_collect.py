@@ -38,6 +38,11 @@ def test_paired_differences_are_scipys():
     assert compare.paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).p == 1
     same = compare.paired_difference({0: 1.5, 1: 2.5, 2: 4.0}, {0: 1.0, 1: 2.0, 2: 3.5})  # of numbers with few values
     assert (same.mean, same.interval, same.p) == (0.5, (-math.inf, math.inf), 1)
+    more, fewer = ({seed: 100 * (k + one) / 140 for seed, k in enumerate((5, 6, 9))} for one in (1, 0))
+    one_task = compare.paired_difference(more, fewer)
+    assert (one_task.error, one_task.interval, one_task.p) == (0, (-math.inf, math.inf), 1)
+    none = compare.paired_difference({0: 0.1 + 0.2, 1: 0.1}, {0: 0.3, 1: 0.1})
+    assert none.interval[0] == pytest.approx(0, abs=1e-9) and none.p == 1
     row = Row("T", "near", "hgpo", "AUC", 12, 12, 0, 12, 1.0, None, None, "gigpo", found._replace(p=1.23456e-12))
     assert table_csv([row]).splitlines()[1].endswith(f",12,{found.positive},{found.negative},1.235e-12")
 
@@ -287,9 +292,17 @@ def test_success_that_is_unknown_is_no_damage(tmp_path, small, collect):
     assert none.numbers == {"final/greedy": (100.0, None)}
     collect()
     record = (tmp_path / "out" / "small.json").read_text()
-    assert "NaN" not in record and '[0.1, null, 0.3]' in record
+    assert "NaN" not in record and "Infinity" not in record and '[0.1, null, 0.3]' in record
     again = plan_results.read_record(small, tmp_path / "out" / "small.json").cells[Cell("near", "gigpo", 0)]
     assert again.curve == [0.1, None, 0.3]
+
+
+def test_a_line_is_named_where_its_last_known_point_is(tmp_path, small, collect):
+    for seed in range(2):
+        finish(tmp_path / "runs", small, Cell("near", "gigpo", seed), [0.1, 0.2, None])
+        finish(tmp_path / "runs", small, Cell("near", "hgpo", seed), [0.1, 0.3, 0.4])
+    collect()
+    assert (tmp_path / "out" / "small.png").is_file()
 
 
 def test_numbers_of_evaluations_are_not_lost(tmp_path, small, collect):

@@ -36,7 +36,7 @@ def stand_in(monkeypatch, tmp_path):
     with `stand_in.lazy` in them are not left. `stand_in(words)` runs cells of the small plan and returns what was called."""
     said = tmp_path / "said"
 
-    def expanded(step):
+    def expanded(step, environment):
         proofs = map(str, step.proofs)
         return [sys.executable, "-I", "-S", "-c", STAND_IN, str(said), call.bad, call.lazy, *proofs]
 
@@ -103,6 +103,8 @@ def test_variables_are_filled_in_or_asked_for():
     assert run.expand(inside, {"SOME_DATA": "/a b", "OTHER": "side"})[-1] == "data=/a b/inside"
     with pytest.raises(ConfigError, match="set the variable SOME_DATA"):
         run.expand(step, {})
+    braces = planning.Step("train", ("data=${SOME_DATA}s",), (Path("p"),))
+    assert run.expand(braces, {"SOME_DATA": "/a b"})[-1] == "data=/a bs"
     assert subprocess.run(
         ["bash", "-c", step.shell({"X": "1 2"}).replace("python -m", "printf %s,")], env={"SOME_DATA": "/a b"},
         capture_output=True, text=True, check=True,

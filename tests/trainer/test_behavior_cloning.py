@@ -22,6 +22,14 @@ from hgpo_jax.trainer.behavior_cloning import check_words
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import mesh_of
 
+OWN = '''
+class Mine:
+    task_types, max_turns = ("only",), 3
+    def __init__(self, tasks: str = ""): self.goal, self.task_type = "guess", 0
+    def reset(self, task): return "begin", ["go"]
+    def step(self, action): return "end", ["go"], 0.0, True, {"won": False, "admissible": True}
+'''
+
 
 def key(*fields):
     return behavior_cloning.cache_key(load(None, list(fields)))
@@ -57,6 +65,12 @@ def test_given_files_change_the_key(tmp_path):
 
 
 def test_rewritten_data_change_the_key(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    (tmp_path / "tasks.json").write_text("[1]")
+    own = f"env.name={tmp_path / 'mine.py'}:Mine", f"env.options.tasks={tmp_path / 'tasks.json'}"
+    before = key(*own)
+    (tmp_path / "tasks.json").write_text("[1, 2]")
+    assert key(*own) != before
     (tmp_path / "items.json").write_text("[1]")
     before = key("env.name=webshop", f"data={tmp_path}")
     assert key("env.name=webshop", f"data={tmp_path}") == before

@@ -18,6 +18,7 @@ from hgpo_jax.config.policies import SHARED
 from hgpo_jax.learner.optimizer import lr_scale
 from hgpo_jax.policy import LoraConfig, initialize
 from hgpo_jax.policy.mesh import make_mesh
+from hgpo_jax.rollout.result import RolloutResult
 from hgpo_jax.setup import build, devices, memory
 from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.setup.validate import check_together
@@ -155,7 +156,7 @@ def test_the_weights_from_before_an_update_sample_what_comes_after_it(overlap, s
 
     def sample(job, params, iteration):
         sampled.append(int(params[SHARED]["weight"]))
-        return (SimpleNamespace(mask=()), None), [], {}
+        return RolloutResult(SimpleNamespace(mask=()), None), [], {}
 
     def save(done, state, success):
         saved[done] = {name: int(state[name]["weight"]) for name in state.keys() - {"opt_state"}}
@@ -196,6 +197,8 @@ def test_what_does_not_overlap_is_refused():
     with refused("rollout.overlap=1: method=gspo clips ratios that one update already exceeds; give", ConfigError):
         check_together(load(None, ["rollout.overlap=1", "method=gspo"]))
     check_together(load(None, ["rollout.overlap=1", "method=gspo", "learner.rollout_correction=sequence"]))
+    check_together(load(None, ["rollout.overlap=1", "method=gagpo"]))  # the same loss with wide clips
+    check_together(load(None, ["rollout.overlap=1", "method=gspo", "learner.clip_low=0.2", "learner.clip_high=0.2"]))
     check_together(load(None, ["rollout.overlap=1"]))
 
 

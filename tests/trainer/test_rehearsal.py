@@ -177,3 +177,5 @@ def test_the_stages_of_a_run_without_weights(tmp_path):
         ("report", "report", run),
     ]  # fmt: skip
     assert not unseen
+    roles = ["env.name=household_team", "roles.searcher.policy=own", "roles.carrier.lr=1e-3", "mesh=data=2"]
+    assert not rehearsal._prepare(load("household", [*roles, f"cache_dir={tmp_path}"]), tmp_path)[1]

@@ -225,7 +225,7 @@ def test_what_a_role_has_of_its_own_is_compared_field_by_field(tmp_path):
 
 # Written down again: a field that slips into the product's list would let a resumed run learn something else, unsaid.
 CHANGE_NOTHING = {"run_dir", "cache_dir", "mesh", "iterations", "env.workers", "env.preload", "rollout.store", "rollout.mesh"}
-CHANGE_NOTHING |= {"learner.remat", "learner.offload", "reward.workers"}
+CHANGE_NOTHING |= {"learner.remat", "learner.offload", "reward.workers", "rollout.prompt_widths"}
 
 
 def test_every_field_is_compared_but_for_those_that_change_nothing_that_is_learned(tmp_path):
@@ -246,6 +246,11 @@ def test_every_field_is_compared_but_for_those_that_change_nothing_that_is_learn
     rest = {name for name in free if not name.startswith(("log.", "evaluation."))} - CHANGE_NOTHING
     # How many rows are computed at a time, under whatever name.
     assert {name.partition(".")[0] for name in rest} == {"rollout", "learner"} and len(rest) == 2, rest
+    folder = begun(tmp_path / "hapo", "method=hapo")
+    check_unchanged(configuration.load(None, ["method=hapo", "env.workers=2"]), folder)
+    for field in ("mesh=data=2", "learner.microbatch_size=8"):  # its loss compares the rows of a micro-batch
+        with pytest.raises(ConfigError, match=field):
+            check_unchanged(configuration.load(None, ["method=hapo", field]), folder)
 
 
 def test_a_field_that_is_newer_than_the_run_had_its_default(tmp_path):
@@ -454,7 +459,7 @@ def test_what_the_last_process_compiled_when_it_ended_is_said(programs, tmp_path
 def test_dumps_after_the_checkpoint_are_dropped(tmp_path):
     (tmp_path / "episodes").mkdir()
     for name in ("iteration-00003.npz", "iteration-00003.json", "iteration-00004.npz", "nonfinite-00004.npz",
-                 "nonfinite-00001.npz", "iteration-00002.partial", "notes.txt"):  # fmt: skip
+                 "nonfinite-00004.json", "nonfinite-00001.npz", "iteration-00002.partial", "notes.txt"):  # fmt: skip
         (tmp_path / "episodes" / name).touch()
     drop_later(tmp_path, 4)
     left = {path.name for path in (tmp_path / "episodes").iterdir()}
