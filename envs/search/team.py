@@ -9,7 +9,8 @@
 
 The verifier says whether what has been found is enough for an answer. Yes calls the answerer, whose answer ends the episode;
 no calls the searcher. After ROUNDS searches the answerer acts at once. An observation begins with the role that it is for and
-shows all passages found, sorted, so states are equal where a role knows the same.
+shows all passages found once, those of the newest search first, the best in front: so a role need not look for what has just
+been asked for (sorted, a small policy learned nothing). Episodes that searched for the same are in the same state.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class _Team(SearchText):
         return any(f" {normalize(answer)} " in passage for answer in self._question.answers for passage in read)
 
     def _tell(self, message: str) -> str:
-        known = [f"({number}) {passage}" for number, passage in enumerate(sorted(set(self._passages)), 1)] or [BEGINNING]
+        known = [f"({number}) {passage}" for number, passage in enumerate(dict.fromkeys(self._passages), 1)] or [BEGINNING]
         return "\n".join(filter(None, [f"You are the {self.roles[self.role]}.", *known, message]))
 
     def _commands(self) -> list[str]:

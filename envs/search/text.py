@@ -96,7 +96,7 @@ class SearchText:
         self._question = self._question_of(task)
         self.goal, self.task_type = self._question.text, self._question.task_type
         self._turns, self._observation = 0, BEGINNING
-        self._passages: list[str] = []  # found since the reset
+        self._passages: list[str] = []  # found since the reset, by the newest search first
         return self._observation, []
 
     def step(self, action: str) -> tuple[str, list[str], float, bool, dict]:
@@ -121,7 +121,7 @@ class SearchText:
         """Returns the passages found, which are remembered."""
         ((*found,),) = self._retriever.retrieve([query], self._top_k)
         lines = [shown(passage) for passage, _ in found]
-        self._passages += lines
+        self._passages = [*lines, *self._passages]
         return lines
 
     def _scores(self, answer: str) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +11,7 @@ from hgpo_jax.config import Config
 from hgpo_jax.rollout.chat_prompts import load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import ONE_ROLE, roles_of
+from hgpo_jax.rollout.workers import opened
 
 # Where episodes are played. `compiled`: in one program with the policy, whose tokens are the environment's own words;
 # `compiled_text`: in one program with a language model, which reads text; `host`: as text, in Python.
@@ -54,14 +57,19 @@ def _reads_text(source: str) -> bool:
 
 def role_names(config: Config) -> tuple[str, ...]:
     """Returns the role names of the configured environment, which is made to find out. Raises the errors of making it."""
-    env = make_one(config)
-    return roles_of(env) if env else ONE_ROLE
+    with one_environment(config) as env:
+        return roles_of(env) if env else ONE_ROLE
 
 
-def make_one(config: Config) -> Any:
-    """Makes the configured environment, in the form in which it is played; None for agents. Raises the errors of making it."""
+@contextlib.contextmanager
+def one_environment(config: Config) -> Iterator[Any]:
+    """Yields the configured environment, in the form in which it is played; None for agents. Raises the errors of making it."""
     entry = environment(config.env)
     if backend(config) == "compiled":
         assert entry.compiled is not None
-        return entry.compiled(config)
-    return entry.text(config)[0]() if entry.text else None
+        yield entry.compiled(config)
+    elif entry.text:
+        with opened(entry.text(config)[0]) as env:
+            yield env
+    else:
+        yield None

@@ -13,6 +13,7 @@ from hgpo_jax.rollout.chat_prompts import load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.scripted_play import play
 from hgpo_jax.rollout.tasks import task_numbers
+from hgpo_jax.rollout.workers import opened
 from hgpo_jax.utils.errors import ConfigError
 
 # How Qwen's chat templates frame messages, without their system message.
@@ -61,7 +62,8 @@ def _own_tokenizer(fields: str):
     assert entry.text is not None  # an environment without a compiled version
     try:
         make_env, _ = entry.text(config)
-        count = len(env) if hasattr(env := make_env(), "__len__") else None
+        with opened(make_env) as env:
+            count = len(env) if hasattr(env, "__len__") else None
         template = load_template(config.env.template or TEMPLATE)
         tasks = task_numbers("warm_start", 0, range(EPISODES), count)
         texts: dict[str, None] = {}  # in order of appearance

@@ -33,6 +33,7 @@ from hgpo_jax.envs.sokoban import expert as sokoban_expert
 from hgpo_jax.envs.sokoban.text import SokobanText
 from hgpo_jax.rollout.alfworld_games import alfworld, alfworld_games, alfworld_text
 from hgpo_jax.rollout.requirements import check_compiled, check_text
+from hgpo_jax.rollout.workers import end
 from hgpo_jax.utils.errors import ConfigError
 
 Makers = tuple[Callable[[], Any], Callable[[], Any]]  # makers of a text environment for training, and of one for the evaluation
@@ -281,7 +282,6 @@ def _outside(env: EnvConfig) -> tuple[str, str, str]:
     return env.name, user_code.locate(env.name, user_code.ENVIRONMENTS), json.dumps(env.options | user_code.implied(env.name))
 
 
-@functools.lru_cache(maxsize=8)
 def _make(label: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
     try:
         _, target = user_code.load(name)
@@ -312,7 +312,9 @@ def _from_outside(label: str, name: str, options: str, time_limit: float) -> Env
     about: dict[str, Any] = {"max_turns": int(env.max_turns), "digest": digest}
     if compiled:
         return Environment(compiled=lambda _: env, expert=expert_of(env), pictures=isinstance(env, Pictured), **about)
+    drawn = not hasattr(env, "__len__")  # whether its tasks are
+    end(env)
     target, given, held_out = user_code.load(name)[1], json.loads(options), make
     if split := "held_out" not in given and any(each.name == "held_out" for each in user_code.parameters(target)):
         held_out = functools.partial(user_code.make, name, user_code.options(target, given | {"held_out": True}))
-    return Environment(text=lambda _: (make, held_out), splits=split or not hasattr(env, "__len__"), **about)
+    return Environment(text=lambda _: (make, held_out), splits=split or drawn, **about)

@@ -24,7 +24,7 @@ import numpy as np
 from hgpo_jax.config import Config
 from hgpo_jax.config.schema import RewardConfig
 from hgpo_jax.envs import user_code
-from hgpo_jax.rollout.backend import backend, make_one
+from hgpo_jax.rollout.backend import backend, one_environment
 from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.rollout.process_workers import ProcessWorkers
 from hgpo_jax.rollout.result import RolloutReport, RolloutResult
@@ -68,7 +68,8 @@ def signal_names(config: Config) -> tuple[str, ...]:
     The last two are made to find out. Raises the errors of making them.
     """
     budget = (BUDGET,) if config.env.budgets else ()
-    return (*budget, *declared(make_one(config)), *reward_signals(config))
+    with one_environment(config) as env:
+        return (*budget, *declared(env), *reward_signals(config))
 
 
 def reward_signals(config: Config) -> tuple[str, ...]:

@@ -33,6 +33,7 @@ from hgpo_jax.rollout.requirements import check_compiled, check_lists_actions, r
 from hgpo_jax.rollout.result import RolloutResult, Story, told_turns
 from hgpo_jax.rollout.signals import declared
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
+from hgpo_jax.rollout.workers import opened
 from hgpo_jax.sampling.constraint import words_of
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.utils.errors import ConfigError, RunError
@@ -275,8 +276,8 @@ class TextRunner:
                 "rollout.constrain=admissible: the template asks for a thought, which is free; give env.template=plain"
             )
         commands: Sequence[str] = ("",)
-        with contextlib.suppress(Exception):  # any error of the environment, which costs its episodes alone
-            _, commands = self.make_env().reset(0)
+        with contextlib.suppress(Exception), opened(self.make_env) as env:  # any error, which costs its episodes alone
+            _, commands = env.reset(0)
         if not commands:
             raise ConfigError(f"rollout.constrain=admissible: env.name={name} lists no commands; leave it out")
 
@@ -296,7 +297,8 @@ class TextRunner:
         return self.train.abstract_episodes()
 
     def has_expert(self) -> bool:
-        return isinstance(self.make_env(), TextExpert)
+        with opened(self.make_env) as env:
+            return isinstance(env, TextExpert)
 
     def compile(self, params, inputs: tuple) -> None:
         """Compiles as `CompiledRunner` does. On the host shapes depend on the prompts: each compiles when it first occurs."""

@@ -16,7 +16,7 @@ from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.rollout.chat_prompts import PastTurn, PromptInput
 from hgpo_jax.rollout.requirements import deadline
 from hgpo_jax.rollout.turn_budgets import goal_of, with_budget
-from hgpo_jax.rollout.workers import EnvOutput, read_output
+from hgpo_jax.rollout.workers import EnvOutput, opened, read_output
 from hgpo_jax.utils.errors import one_line
 
 
@@ -47,14 +47,14 @@ def play(
 
     Raises ValueError, in one line, for an episode that cannot be played.
     """
-    env = make_env()
-    for number, task in enumerate(tasks):
-        random = np.random.default_rng([seed, task])
-        budgeted = functools.partial(with_budget, episode=number, budgets=budgets)
-        try:
-            yield _episode(env, task, noise, history_length, random, time_limit, budgeted)
-        except Exception as error:  # any error of an environment or its player
-            raise ValueError(one_line(f"task {task} cannot be played: {type(error).__name__}: {error}")) from None
+    with opened(make_env) as env:
+        for number, task in enumerate(tasks):
+            random = np.random.default_rng([seed, task])
+            budgeted = functools.partial(with_budget, episode=number, budgets=budgets)
+            try:
+                yield _episode(env, task, noise, history_length, random, time_limit, budgeted)
+            except Exception as error:  # any error of an environment or its player
+                raise ValueError(one_line(f"task {task} cannot be played: {type(error).__name__}: {error}")) from None
 
 
 def _episode(

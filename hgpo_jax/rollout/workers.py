@@ -9,11 +9,12 @@ deterministic, because a worker that takes over an episode replays its actions.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import numbers
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,13 +78,10 @@ class LocalWorkers:
         self._envs: dict[int, tuple] = {}  # episode -> (environment, task, actions done)
         self.close = weakref.finalize(self, _end_all, self._envs)  # which also runs when the interpreter ends
         self.discard_answers()
-        env = make_env()
-        try:
+        with opened(make_env) as env:
             check_text(env, time_limit)
             tasks = len(env) if hasattr(env, "__len__") else None
             self.spec = EnvSpec(tuple(env.task_types), tasks, int(env.max_turns), roles_of(env), declared(env))
-        finally:
-            end(env)
 
     def discard_answers(self) -> None:
         """Discards answers that have not been received."""
@@ -131,6 +129,16 @@ class LocalWorkers:
 def _end_all(envs: dict[int, tuple]) -> None:
     while envs:
         env, *_ = envs.popitem()[1]
+        end(env)
+
+
+@contextlib.contextmanager
+def opened(make: Callable[[], Any]) -> Iterator[Any]:
+    """Makes an environment for the block, and closes it at its end."""
+    env = make()
+    try:
+        yield env
+    finally:
         end(env)
 
 

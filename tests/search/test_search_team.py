@@ -42,7 +42,7 @@ def test_a_worked_episode():
     assert info["signals"]["format"] == 1
     env.step(NO)
     observation, *_ = env.step(RED)
-    assert observation == "You are the verifier.\n(1) Red is a colour.\n(2) Wine: It may be red."  # sorted, each once
+    assert observation == "You are the verifier.\n(1) Red is a colour.\n(2) Wine: It may be red."  # each once
     assert env.step(YES)[0].startswith("You are the answerer.\n(1) Red") and env.role == ANSWERER
     observation, commands, reward, done, info = env.step(ANSWER)
     assert observation.endswith("the answer is given.") and (commands, reward, done) == ([], 10, True)
@@ -68,11 +68,13 @@ def test_passages_are_enough_if_they_have_an_answer_as_whole_words(answers):
     assert env.step(YES)[-1]["signals"]["verdict"] == -1
 
 
-def test_a_search_that_finds_nothing_new_has_a_signal():
+def test_a_search_that_finds_nothing_new_has_a_signal_and_is_shown_first():
     env = begun()
-    for query, signal in (("red", 0), ("wine", -1), ("blue", -1)):
+    for query, signal, first in (("red", 0, "Red"), ("wine", -1, "Wine"), ("blue", -1, "Wine")):
         env.step(NO)
-        assert env.step(f"<search>{query}</search>")[-1]["signals"]["search"] == signal
+        observation, *_, info = env.step(f"<search>{query}</search>")
+        assert info["signals"]["search"] == signal
+        assert observation.splitlines()[1].startswith(f"(1) {first}")  # of the newest search
 
 
 def test_rounds_and_turns_are_bounded():

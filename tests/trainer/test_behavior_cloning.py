@@ -2,6 +2,7 @@
 
 import importlib.metadata
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -16,6 +17,9 @@ from hgpo_jax.learner.optimizer import make_optimizer
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy
 from hgpo_jax.policy.placement import shapes
 from hgpo_jax.policy.tokenizer import word_tokenizer
+from hgpo_jax.rollout.backend import role_names
+from hgpo_jax.rollout.env_tokenizer import fresh_tokenizer
+from hgpo_jax.rollout.requirements import ONE_ROLE
 from hgpo_jax.setup.build import build
 from hgpo_jax.trainer import behavior_cloning
 from hgpo_jax.trainer.behavior_cloning import check_words
@@ -25,7 +29,10 @@ from tests.helpers.tiny import mesh_of
 OWN = '''
 class Mine:
     task_types, max_turns = ("only",), 3
-    def __init__(self, tasks: str = ""): self.goal, self.task_type = "guess", 0
+    def __init__(self, tasks: str = ""):
+        self.goal, self.task_type = "guess", 0
+        open("made", "a").write("x")
+    def close(self): open("closed", "a").write("x")
     def reset(self, task): return "begin", ["go"]
     def step(self, action): return "end", ["go"], 0.0, True, {"won": False, "admissible": True}
 '''
@@ -64,13 +71,17 @@ def test_given_files_change_the_key(tmp_path):
     assert key("env.name=household_text", f"env.template={file}") != before
 
 
-def test_rewritten_data_change_the_key(tmp_path):
+def test_rewritten_data_change_the_key(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(OWN)
     (tmp_path / "tasks.json").write_text("[1]")
     own = f"env.name={tmp_path / 'mine.py'}:Mine", f"env.options.tasks={tmp_path / 'tasks.json'}"
     before = key(*own)
     (tmp_path / "tasks.json").write_text("[1, 2]")
     assert key(*own) != before
+    assert role_names(load(None, own)) == ONE_ROLE
+    assert fresh_tokenizer(load(None, own)).eos_token
+    assert len(Path("made").read_text()) == len(Path("closed").read_text()) > 2  # by whoever only asks what it is
     (tmp_path / "items.json").write_text("[1]")
     before = key("env.name=webshop", f"data={tmp_path}")
     assert key("env.name=webshop", f"data={tmp_path}") == before
