@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from hgpo_jax.envs import user_code
 from hgpo_jax.envs.command_line import one_line
 
+DESCRIBE = "the option describe=FILE.py:NAME (in a run env.options.describe=FILE.py:NAME)"
 MINIGRID = ("BabyAI-", "MiniGrid-")  # prefixes of the ids of its levels
 
 
@@ -133,7 +134,9 @@ class GymnasiumText:
         default_turns = spec.max_episode_steps or (self._levels.longest(self._env) if self._levels else 0)
         self.max_turns = max_turns or default_turns
         if not self.max_turns:
-            raise ValueError(f"max_turns=0: {id} has no limit of its own; give the actions after which an episode ends")
+            raise ValueError(
+                f"max_turns=0: {id} has no limit of its own; give the option max_turns=N (in a run env.options.max_turns=N)"
+            )
         self.task_types, self.task_type = (id,), 0
 
     def reset(self, task: int) -> tuple[str, list[str]]:
@@ -230,7 +233,7 @@ class GymnasiumText:
         drawn = "\n".join(map(str, drawn)) if isinstance(drawn, list | tuple) else drawn
         if not isinstance(drawn, str):
             kind = type(drawn).__name__
-            raise ValueError(f"id={self._id}: draws a {kind} instead of a text; give describe=FILE.py:NAME")
+            raise ValueError(f"id={self._id}: draws a {kind} instead of a text; give {DESCRIBE}")
         return drawn
 
     def _known_goal(self, facts: Facts, described: bool) -> str:
@@ -256,7 +259,7 @@ class GymnasiumText:
         raise ValueError(
             one_line(
                 f"id={self._id}: its observations are {kind}, and it draws no text; "
-                "give describe=FILE.py:NAME, a function of (observation, environment) that returns text"
+                f"give {DESCRIBE}, a function of (observation, environment) that returns text"
             )
         )
 

@@ -87,7 +87,7 @@ def _load(args: argparse.Namespace) -> tuple[Policy, Engine, Any]:
     try:
         mesh = make_mesh(args.mesh, jax.devices()[:1] if args.mesh == "data=1" else None)
         policy = load_policy(policy_folder(args.policy), mesh, args.dtype)
-        prompt_limit = _prompt_limit(args, policy)
+        prompt_limit, response_limit = _limits(args, policy)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     try:
@@ -99,7 +99,7 @@ def _load(args: argparse.Namespace) -> tuple[Policy, Engine, Any]:
         mesh,
         slots=args.slots,
         prompt_limit=prompt_limit,
-        response_limit=args.response_limit,
+        response_limit=response_limit,
         waiting_limit=args.waiting,
         constrains=isinstance(grammars, Grammars),
         store=args.store * 2**20,
@@ -146,7 +146,10 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt-limit", type=whole_number, metavar="N", help="tokens of the longest prompt; default: 2048, or less"
     )
     p.add_argument(
-        "--response-limit", type=whole_number, default=512, metavar="N", help="tokens of the longest answer; default: 512"
+        "--response-limit",
+        type=whole_number,
+        metavar="N",
+        help="tokens of the longest answer; default: 512, or half the context",
     )
     p.add_argument(
         "--store",
@@ -163,18 +166,21 @@ def _parser() -> argparse.ArgumentParser:
     return p
 
 
-def _prompt_limit(args: argparse.Namespace, policy: Policy) -> int:
-    """Returns the tokens of the longest prompt. Raises ValueError for a policy or limits that cannot be served."""
+def _limits(args: argparse.Namespace, policy: Policy) -> tuple[int, int]:
+    """Returns the tokens of the longest prompt and of the longest answer.
+
+    Raises ValueError for a policy or limits that cannot be served.
+    """
     if policy.tokenizer is None or policy.tokenizer.eos_token_id is None:
         raise ValueError(f"{args.policy}: has no tokenizer with an end token; add tokenizer.json and tokenizer_config.json")
-    most = policy.config.max_position_embeddings - args.response_limit
+    context = policy.config.max_position_embeddings
+    response_limit = args.response_limit or min(512, context // 2)
+    most = context - response_limit
     if most < 1:
-        raise ValueError(
-            f"--response-limit {args.response_limit}: the model's context is {policy.config.max_position_embeddings} tokens"
-        )
+        raise ValueError(f"--response-limit {response_limit}: the model's context is {context} tokens; give fewer")
     if args.prompt_limit and args.prompt_limit > most:
         raise ValueError(f"--prompt-limit {args.prompt_limit}: beside a response {most} tokens fit in the context")
-    return args.prompt_limit or min(2048, most)
+    return args.prompt_limit or min(2048, most), response_limit
 
 
 if __name__ == "__main__":

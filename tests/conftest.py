@@ -53,7 +53,7 @@ LONGEST = (
     "test_user_code.py", "test_examples.py", "test_tables_run.py", "test_host_agreement.py", "test_memory.py",
     "test_policies.py", "test_slots.py", "test_agents.py", "test_train_step.py", "test_update.py", "test_workers.py",
     "test_qwen2.py", "test_compiled.py", "test_roles.py", "test_household_roles.py", "test_served.py", "test_python_api.py",
-    "test_lora.py", "test_attention.py", "test_gguf.py", "test_household.py", "test_sessions.py", "test_generate.py",
+    "test_lora.py", "test_attention.py", "test_gguf.py", "test_household.py", "test_generate.py",
     "test_host.py",
 )  # fmt: skip
 

@@ -72,7 +72,9 @@ def read_folder(folder: str) -> tuple[tuple[Question, ...], tuple[Question, ...]
     if train.is_file() and held_out:
         return read_questions(train), read_questions(held_out)
     if not together.is_file():
-        raise ValueError(f"{folder}: holds no train.jsonl with test.jsonl, and no questions.jsonl; put them there")
+        raise ValueError(
+            f"{folder}: holds neither train.jsonl with test.jsonl or dev.jsonl, nor questions.jsonl; put them there"
+        )
     questions = read_questions(together)
     if len(questions) < HELD_OUT:
         raise ValueError(f"{together}: has {len(questions)} questions; give {HELD_OUT} or more, since every tenth is held out")
@@ -138,11 +140,14 @@ def read_passages(file: Path) -> Iterator[str]:
         yield contents
 
 
-def folder_passages(folder: Path, cache: Path) -> Passages:
-    """Returns the passages of a folder, whose index is found by the hash of their file. Raises ValueError."""
+def folder_passages(folder: Path, cache: Path, instead: str = "") -> Passages:
+    """Returns the passages of a folder, whose index is found by the hash of their file. Raises ValueError.
+
+    instead: what may be done where there are none, for the error.
+    """
     file = next((folder / name for name in PASSAGES if (folder / name).is_file()), None)
     if file is None:
-        raise ValueError(f"{folder}: holds no {' or '.join(PASSAGES)}; put it there, or give env.retriever=URL, too")
+        raise ValueError(f"{folder}: holds no {' or '.join(PASSAGES)}; put it there{instead}")
     about = file.stat()
     try:
         return Passages.open(cache, f"corpus-{_digest(file, about.st_size, about.st_mtime_ns)}", lambda: read_passages(file))

@@ -43,7 +43,7 @@ def search_makers(
         try:
             read_folder(data)  # faults are found before a run begins
             if not url:
-                folder_passages(Path(data), cache)
+                folder_passages(Path(data), cache, ", or give env.retriever=URL, too")
         except (ValueError, OSError) as error:
             raise ValueError(f"data={data}: {error}") from None
         make = functools.partial(listed.open, Path(data), cache, **options)

@@ -32,7 +32,20 @@ from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN, ChatFormat, 
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.workers import end
+from hgpo_jax.setup.validate import check_own_turns
 from hgpo_jax.utils.errors import ConfigError, one_line
+
+# What a check reads of a run's fields.
+READ = (
+    "env.",
+    "data=",
+    "seed=",
+    "cache_dir=",
+    "policy",
+    "rollout.history_length=",
+    "rollout.prompt_limit=",
+    "rollout.thinking=",
+)
 
 
 def check(config: Config, episodes: int) -> tuple[list[str], str]:
@@ -40,6 +53,7 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
     name, K = config.env.name, config.rollout.history_length
     about = ENVIRONMENTS.get(name)
     if about is None:
+        check_own_turns(config.env)
         make, env = made_outside(config.env)
         about, in_words = Environment(expert=expert_of(env)), is_compiled(env)
     elif about.agent:
@@ -114,6 +128,9 @@ def main() -> None:
     p.add_argument("overrides", nargs="*", metavar="field=value", help="fields of a run, as in env.options.size=5 seed=1")
     p.add_argument("--episodes", type=whole_number, default=100, metavar="N", help="rounded up to groups of 8; default 100")
     args = p.parse_intermixed_args()
+    for override in args.overrides:
+        if not override.startswith(READ):
+            raise ConfigError(f"{override:.200}: plays the environment alone, without what learns or rewards; leave it out")
     config = configuration.load(None, [f"env.name={args.name}", *args.overrides])
     faults, described = check(config, args.episodes)
     if described:

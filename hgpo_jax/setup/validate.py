@@ -79,14 +79,19 @@ def mesh_of_rollouts(config: Config) -> AbstractMesh:
         raise ConfigError(f"rollout.{error}") from None
 
 
-def _check_environment(config: Config, entry: Environment, rollout_backend: Backend) -> None:
-    env, compiled, similarity = config.env, rollout_backend == "compiled", config.advantage.similarity
-    if env.compiled and (entry.compiled is None or entry.text is None):
-        raise ConfigError(f"env.compiled=true: env.name={env.name} has no such choice; leave it out")
+def check_own_turns(env: EnvConfig) -> None:
+    """Rejects a limit of turns for a user's own environment, which has its own."""
     if env.max_turns != EnvConfig.model_fields["max_turns"].default and env.name not in ENVIRONMENTS:
         raise ConfigError(
             f"env.max_turns={env.max_turns}: env.name={env.name} has a max_turns of its own; leave it out, or give env.options"
         )
+
+
+def _check_environment(config: Config, entry: Environment, rollout_backend: Backend) -> None:
+    env, compiled, similarity = config.env, rollout_backend == "compiled", config.advantage.similarity
+    if env.compiled and (entry.compiled is None or entry.text is None):
+        raise ConfigError(f"env.compiled=true: env.name={env.name} has no such choice; leave it out")
+    check_own_turns(env)
     if similarity is not None and compiled:
         raise ConfigError(f"advantage.similarity={similarity}: env.name={env.name}, compiled, has no texts; leave it out")
     if similarity is not None and env.state_key:

@@ -140,6 +140,8 @@ def main(arguments: list[str] | None = None) -> None:
         if not args.to:
             raise ConfigError("--to: needed with --launch, the folder for its files")
         print(*launch.write(planned, args.launch, Path(args.to), str(runs)), sep="\n")
+    elif args.to:
+        raise ConfigError(f"--to {args.to}: is where --launch writes its files; give that, too, or leave it out")
     else:
         print(plan.listing(planned, runs))
 

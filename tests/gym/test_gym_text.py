@@ -232,7 +232,7 @@ def test_a_drawing_is_a_text_or_its_lines():
         env = GymnasiumText("Drawn-v0", drawing=drawing)
         assert env.reset(0)[0] == "a\nb"
         env.close()
-    with refused("id=Drawn-v0: draws a ndarray instead of a text; give describe=FILE.py:NAME"):
+    with refused("id=Drawn-v0: draws a ndarray instead of a text; give the option describe=FILE.py:NAME"):
         GymnasiumText("Drawn-v0", drawing=np.zeros(3)).reset(0)
 
 
@@ -273,8 +273,8 @@ def test_colours_become_brackets():
     ("arguments", "message"),
     [
         ({"id": "Pendulum-v1"}, r"id=Pendulum-v1: its actions are Box\(.*; choose one with discrete actions"),
-        ({"id": "CartPole-v1"}, r"id=CartPole-v1: its observations are Box\(.* give describe=FILE.py:NAME"),
-        ({"id": "Blackjack-v1"}, "max_turns=0: Blackjack-v1 has no limit of its own; give"),
+        ({"id": "CartPole-v1"}, r"id=CartPole-v1: its observations are Box\(.* give the option describe=FILE.py:NAME"),
+        ({"id": "Blackjack-v1"}, "max_turns=0: Blackjack-v1 has no limit of its own; give the option max_turns=N"),
         ({"id": "FrozenLake-v1", "max_turns": -3}, "max_turns=-3: must be a whole number above 0"),
         ({"id": "FrozenLake-v1", "won_above": 0.5, "survival": True}, "won_above=0.5: survival=true decides what is won"),
         ({"id": "FrozenLake-v1", "actions": ("a", "b")}, "actions=a,b: FrozenLake-v1 has 4 actions; name each"),

@@ -174,7 +174,7 @@ def test_damaged_questions_are_refused_with_their_line(tmp_path, record, reason)
 
 
 @pytest.mark.parametrize(("files", "reason"), [
-    ({}, "holds no train.jsonl with test.jsonl, and no questions.jsonl"), ({"train": [ONE]}, "and no questions.jsonl"),
+    ({}, "holds neither train.jsonl with test.jsonl or dev.jsonl, nor"), ({"train": [ONE]}, "nor questions.jsonl"),
     ({"questions": [ONE]}, "give 10 or more"), ({"train": [ONE], "test": []}, "has no questions"),
     ({"train": [ONE], "test": [ONE]}, "holds no passages.jsonl or corpus.jsonl"),
     ({"train": [ONE], "test": [ONE], "corpus": [{"id": "0", "body": "x"}]}, "corpus.jsonl line 1: is no passage"),

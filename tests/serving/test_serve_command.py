@@ -60,12 +60,13 @@ def test_a_server_from_start_to_end(folder, tmp_path):
         (["nowhere"], "nowhere: no such folder"),
         (["FOLDER", "--host", "0.0.0.0"], "--host 0.0.0.0: anybody could use the policy; set HGPO_API_KEY"),
         (["FOLDER", "--slots", "0"], "--slots: 0: must be a whole number from 1 to 2147483647"),
-        (["FOLDER", "--response-limit", "512"], "--response-limit 512: the model's context is 512 tokens"),
-        (["FOLDER", "--prompt-limit", "500"], "--prompt-limit 500: beside a response 472 tokens fit in the context"),
+        (["FOLDER", "--response-limit", "512"], "--response-limit 512: the model's context is 512 tokens; give fewer"),
+        (["FOLDER", "--prompt-limit", "257"], "--prompt-limit 257: beside a response 256 tokens fit in the context"),
+        (["FOLDER", "--prompt-limit", "500", "--response-limit", "40"], "--prompt-limit 500: beside a response 472 tokens fit"),
         (["FOLDER", "--port", "TAKEN"], "--port"),
         (["FOLDER", "--port", "70000"], "--port 70000"),
         (["FOLDER", "--mesh", "data=9"], "mesh"),
-        (["LONG", "--prompt-limit", "8152", "--store", "1"], "1: the smallest that holds a prompt and its response is 2"),
+        (["LONG", "--prompt-limit", "8152", "--response-limit", "40", "--store", "1"], "1: the smallest that holds a prompt and"),
         (["MUTE"], "has no tokenizer with an end token"),
     ],
 )
@@ -75,8 +76,7 @@ def test_mistakes_are_one_line(arguments, fragment, folder, monkeypatch, capsys)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         others = {name: str(folder.parent / name.lower()) for name in ("MUTE", "LONG")}
         names = {"FOLDER": str(folder), "TAKEN": str(taken.getsockname()[1])} | others
-        limit = [] if "--response-limit" in arguments else ["--response-limit", "40"]
-        monkeypatch.setattr(sys, "argv", ["serve", *(names.get(word, word) for word in arguments), *limit])
+        monkeypatch.setattr(sys, "argv", ["serve", *(names.get(word, word) for word in arguments)])
         with pytest.raises(SystemExit) as ended:
             cli.run(serve.main)
     said = capsys.readouterr().err

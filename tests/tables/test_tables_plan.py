@@ -147,6 +147,7 @@ def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changes, fragment):
     [
         (["plan", "nothing"], "configs/tables has alfworld_small, household, paper"),
         (["plan", "paper", "--launch", "slurm"], "--to: needed"),
+        (["plan", "household", "--to", "DIR"], "--to DIR: is where --launch writes its files"),
         (["run", "household", "--jobs", "0"], "--jobs 0"),
         (["run", "household", "--runs", "NOWHERE", "nosuch=1"], "nosuch=1: no such field"),
         (["bias", "household", "--runs", "NOWHERE", "learner.lr=x"], "learner.lr='x'"),
