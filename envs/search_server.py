@@ -93,7 +93,7 @@ def main() -> None:
         print("indexing the passages, where no index is kept yet: 1.6 minutes for a million", flush=True)
         app = application(retriever(args.cache / "search", args.data, args.passages))
     except ValueError as error:
-        raise ValueError(f"--data {error}" if args.data else str(error)) from None
+        raise ValueError(f"--data {args.data}: {error}" if args.data else str(error)) from None
     except ImportError as error:
         raise ValueError(f"search_server: needs the package {error.name}; pip install 'hgpo_jax[serve]'") from None
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

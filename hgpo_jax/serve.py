@@ -149,7 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "--response-limit",
         type=whole_number,
         metavar="N",
-        help="tokens of the longest answer; default: 512, or half the context",
+        help="tokens of the longest answer; default: 512, or less",
     )
     p.add_argument(
         "--store",
@@ -174,7 +174,8 @@ def _limits(args: argparse.Namespace, policy: Policy) -> tuple[int, int]:
     if policy.tokenizer is None or policy.tokenizer.eos_token_id is None:
         raise ValueError(f"{args.policy}: has no tokenizer with an end token; add tokenizer.json and tokenizer_config.json")
     context = policy.config.max_position_embeddings
-    response_limit = args.response_limit or min(512, context // 2)
+    rest = context - args.prompt_limit if args.prompt_limit else context // 2
+    response_limit = args.response_limit or max(1, min(512, rest))
     most = context - response_limit
     if most < 1:
         raise ValueError(f"--response-limit {response_limit}: the model's context is {context} tokens; give fewer")

@@ -10,7 +10,7 @@
 The verifier says whether what has been found is enough for an answer. Yes calls the answerer, whose answer ends the episode;
 no calls the searcher. After ROUNDS searches the answerer acts at once. An observation begins with the role that it is for and
 shows all passages found once, those of the newest search first, the best in front: so a role need not look for what has just
-been asked for (sorted, a small policy learned nothing). Episodes that searched for the same are in the same state.
+been asked for (sorted, a small policy learned nothing). Episodes with the same searches, in the same order, share their states.
 """
 
 from __future__ import annotations

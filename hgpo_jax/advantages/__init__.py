@@ -186,7 +186,7 @@ def _estimate(
     result = estimator(batch, **arrays, **dict(options))
     if isinstance(result, Estimate):  # a mistake of one's own estimator is told by who asked
         result = dataclasses.replace(result, peers=jnp.where(batch.mask, batch.peers, -1))
-        if jnp.shape(result.advantages) == mask.shape:
+        if getattr(result.advantages, "shape", None) == mask.shape:
             result = dataclasses.replace(result, advantages=jnp.where(mask, result.advantages, 0.0))
     if keep != "all":
         result = dataclasses.replace(result, keep=batch.mask if result.keep is None else batch.mask & result.keep)

@@ -53,7 +53,7 @@ def step_weights(record: Estimate, level: int, ids: np.ndarray, rows: Sequence[i
     With `advantage.statistics=per_trajectory` the steps of an episode share the weight of one in the prompt group.
     """
     counted = record.by_level()[1][rows][..., record.levels.index(level)]
-    count = lambda these: np.where(these >= 0, np.bincount(these[these >= 0], minlength=ids.max() + 1)[these], 1)  # noqa: E731
+    count = lambda these: np.where(these >= 0, np.bincount(these[these >= 0], minlength=max(ids.max(), 0) + 1)[these], 1)  # noqa: E731
     in_episode = np.stack([count(row) for row in ids])  # a team's episode has steps in several groups
     return np.where((level < 0) & (counted != count(ids)), 1 / in_episode, 1.0)
 

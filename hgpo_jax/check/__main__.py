@@ -41,8 +41,11 @@ READ = (
     "data=",
     "seed=",
     "cache_dir=",
-    "policy",
+    "policy=",
+    "policy.source=",
+    "policy.tokenizer=",
     "rollout.history_length=",
+    "rollout.prompt_groups=",
     "rollout.prompt_limit=",
     "rollout.thinking=",
 )
@@ -75,19 +78,19 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
             tasks = jnp.asarray(games[task_numbers("train", config.seed, indices, len(games))])
         report, unit = compiled.check(env, about.expert, tasks, jax.random.key(config.seed), K), "words"
     else:
-        count = len(env) if hasattr(env, "__len__") else None
-        if count == 0:
-            return ["__len__: is 0; let there be tasks, or leave it out where tasks are generated"], ""
-        measure, unit = prompt_measure(config, about)
-        numbers = task_numbers("train", config.seed, indices, count)
         with contextlib.ExitStack() as at_end:
+            at_end.callback(end, env)
 
             def made():
                 env = make()
                 at_end.callback(end, env)
                 return env
 
-            at_end.callback(end, env)
+            count = len(env) if hasattr(env, "__len__") else None
+            if count == 0:
+                return ["__len__: is 0; let there be tasks, or leave it out where tasks are generated"], ""
+            measure, unit = prompt_measure(config, about)
+            numbers = task_numbers("train", config.seed, indices, count)
             report = text.check(made, env, numbers, config.seed, K, measure, config.env.state_key)
     if not report.plays:
         return report.faults, ""
@@ -128,10 +131,10 @@ def main() -> None:
     p.add_argument("overrides", nargs="*", metavar="field=value", help="fields of a run, as in env.options.size=5 seed=1")
     p.add_argument("--episodes", type=whole_number, default=100, metavar="N", help="rounded up to groups of 8; default 100")
     args = p.parse_intermixed_args()
+    config = configuration.load(None, [f"env.name={args.name}", *args.overrides])
     for override in args.overrides:
         if not override.startswith(READ):
-            raise ConfigError(f"{override:.200}: plays the environment alone, without what learns or rewards; leave it out")
-    config = configuration.load(None, [f"env.name={args.name}", *args.overrides])
+            raise ConfigError(f"{override:.200}: check does not read it, it only plays the environment; leave it out")
     faults, described = check(config, args.episodes)
     if described:
         print(printable(described))

@@ -25,7 +25,7 @@ from hgpo_jax.setup.job import MAX_TRIES, Job
 from hgpo_jax.setup.memory import configs_by_policy
 from hgpo_jax.trainer.metrics import read_metrics
 from hgpo_jax.trainer.provenance import outside_code
-from hgpo_jax.trainer.resume import FREE_TO_CHANGE
+from hgpo_jax.trainer.resume import free_to_change
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.progress import say
 
@@ -150,7 +150,7 @@ def digest(config: Config) -> str:
     code imports, and this library.
     """
     excluded: dict = {"name": True}
-    for name in FREE_TO_CHANGE:
+    for name in free_to_change(config):
         section, _, field = name.partition(".")
         excluded[section] = excluded.get(section, set()) | {field} if field else True
     fields = config.model_dump(mode="json", exclude_defaults=True, exclude=excluded)

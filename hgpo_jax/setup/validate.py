@@ -34,8 +34,8 @@ COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gbpo", "gdpo", "grpo", 
 # Options that only some estimators have. gamma is not among them: the metrics have a return, too.
 READ_BY_SOME = ("normalize", "alpha", "history_length", "lam", "signal_weights")
 
-# Losses whose own clips are far narrower than WIDE, by which an update moves the ratio, and the correction that begins it at 1
-# again.
+# Losses whose default clips are far narrower than an update moves the ratio, and the correction that begins it at 1 again.
+# Clips of WIDE or more are not narrow.
 WIDE = 0.01
 NARROW = {"gspo": "sequence", "kpo": "token"}
 
@@ -351,6 +351,10 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
             f"reward.{name}": (config.reward.source, "there is no reward function; give reward.source, too")
             for name in ("workers", "time_limit")
         },
+        "rollout.prompt_widths": (
+            backend(config) == "compiled_text",
+            f"env.name={config.env.name} is not played as text on the device; leave it out",
+        ),
         "rollout.ready_fraction": (as_text, f"env.name={config.env.name}, compiled, steps all episodes at once; leave it out"),
         "env.generated": (config.env.split == "generated", "is read with env.split=generated alone; leave it out"),
         "env.passages": (

@@ -165,7 +165,7 @@ def _counted(config: Config) -> list[str]:
     unread = {
         "rollout.prompt_limit": compiled,
         "rollout.response_limit": compiled,
-        "rollout.prompt_widths": compiled,
+        "rollout.prompt_widths": backend(config) != "compiled_text",
         "env.max_turns": config.env.name not in ENVIRONMENTS,
         "env.generated": config.env.split != "generated",
         "cloning": config.warm_start != "cloning",

@@ -113,6 +113,16 @@ def test_groups_are_those_of_a_plain_loop(dump, hgpo, level):
     ],
     ids=str,
 )  # fmt: skip
+def test_the_groups_of_a_prompt_group_are_those_of_all_episodes(dump, hgpo):
+    for level in (-1, 0, 2):
+        all_ids = analysis.group_ids(dump.episodes, hgpo, level)
+        for group in np.unique(dump.episodes.groups)[:4]:
+            rows = np.flatnonzero(dump.episodes.groups == group)
+            ids = analysis.group_ids(dump.episodes, hgpo, level, rows)
+            np.testing.assert_array_equal(ids[:, :, None, None] == ids, all_ids[rows][:, :, None, None] == all_ids[rows])
+            np.testing.assert_array_equal(ids < 0, all_ids[rows] < 0)
+
+
 def test_a_steps_groups_add_up_to_its_advantage(dump, name, options):
     e = dump.episodes
     turns = np.arange(e.mask.shape[1])

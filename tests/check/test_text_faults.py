@@ -201,7 +201,7 @@ def test_the_command_and_its_exit_codes(tmp_path, monkeypatch, capsys):
         (["agent", "env.command=true"], "env.name=agent: is a command"),
         (["webshop"], "env.data=: webshop needs its data"),
         (["./my.py:Mine", "env.max_turns=3"], "env.max_turns=3: env.name=./my.py:Mine has a max_turns of its own"),
-        (["./my.py:Mine", "reward=./my.py:other"], "reward=./my.py:other: plays the environment alone"),
+        (["./my.py:Mine", "reward=./my.py:other"], "reward=./my.py:other: check does not read it"),
     ):
         assert run(monkeypatch, *arguments) == 2
         error = capsys.readouterr().err

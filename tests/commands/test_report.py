@@ -165,6 +165,15 @@ def test_an_estimator_that_fails_is_no_damaged_dump(monkeypatch):
         report.gather([EXAMPLE], dumps=1, groups=1)
 
 
+def test_a_group_that_a_filter_drops_is_shown():
+    dump = analysis.load(EXAMPLE)
+    advantage = dump.config.advantage.model_copy(update={"keep": "informative"})
+    dump = dataclasses.replace(dump, config=dump.config.model_copy(update={"advantage": advantage}))
+    alike = next(g for g in np.unique(dump.episodes.groups) if len(set(dump.episodes.success[dump.episodes.groups == g])) == 1)
+    shown = report.group_data(dump, int(alike), {"gigpo": dump.estimate("gigpo")}, report.Lines())
+    assert {step for level in shown["ids"] for row in level for step in row} == {-1}
+
+
 def test_groups_with_mixed_outcomes_are_chosen():
     dump = analysis.load(EXAMPLE)
     e = dump.episodes

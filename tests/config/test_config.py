@@ -194,6 +194,9 @@ UNREAD = [
     (["advantage.lam=0.9"], ["method=ppo"], "method=hgpo does not read it"),
     (["advantage.normalize=mean", "method=rloo"], ["method=dapo"], "method=rloo does not read it"),
     (["advantage.signal_weights=1"], ["method=gdpo"], "method=hgpo does not read it"),
+    (["policy.hidden_size=64", "env.name=household_text", "policy=x"], ["policy="], "policy.source has sizes of its own"),
+    (["reward.workers=2"], ["reward.source=./x.py:f"], "there is no reward function; give reward.source, too"),
+    (["rollout.prompt_widths=2"], ["env.name=alfworld", "policy=Qwen2.5-0.5B"], "env.name=household is not played as text"),
     (["rollout.stop=x"], ["env.name=alfworld", "policy=Qwen2.5-0.5B"], "env.name=household, compiled, is not told as text"),
 ]
 

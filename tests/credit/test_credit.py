@@ -104,8 +104,8 @@ def test_an_estimator_sees_one_batch_with_the_discount_of_the_snapshot(tmp_path,
     one, _ = snapshot(batches=3)
     advantages = contenders.read(name).advantages(one)
     for batch in range(3):
-        rewards = one["rewards"][one["batch"] == batch]
-        np.testing.assert_allclose(advantages[one["batch"] == batch], 0.9 * (rewards - rewards.mean()), atol=1e-5)
+        rewards, mask = (one[array][one["batch"] == batch] for array in ("rewards", "mask"))
+        np.testing.assert_allclose(advantages[one["batch"] == batch], 0.9 * (rewards - rewards.mean()) * mask, atol=1e-5)
 
 
 def test_every_estimator_is_scored_once_or_lacks_something():

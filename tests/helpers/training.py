@@ -23,6 +23,5 @@ def command(*arguments, cwd, code=0, devices=2) -> subprocess.CompletedProcess:
     return done
 
 
-# Compiled text rollouts compile a whole prefill for each of a dozen widths of prompts. Of two, a run shows the same.
 def rows_of(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -61,7 +61,7 @@ def test_a_server_from_start_to_end(folder, tmp_path):
         (["FOLDER", "--host", "0.0.0.0"], "--host 0.0.0.0: anybody could use the policy; set HGPO_API_KEY"),
         (["FOLDER", "--slots", "0"], "--slots: 0: must be a whole number from 1 to 2147483647"),
         (["FOLDER", "--response-limit", "512"], "--response-limit 512: the model's context is 512 tokens; give fewer"),
-        (["FOLDER", "--prompt-limit", "257"], "--prompt-limit 257: beside a response 256 tokens fit in the context"),
+        (["FOLDER", "--prompt-limit", "512"], "--prompt-limit 512: beside a response 511 tokens fit in the context"),
         (["FOLDER", "--prompt-limit", "500", "--response-limit", "40"], "--prompt-limit 500: beside a response 472 tokens fit"),
         (["FOLDER", "--port", "TAKEN"], "--port"),
         (["FOLDER", "--port", "70000"], "--port 70000"),

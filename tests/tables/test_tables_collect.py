@@ -301,6 +301,9 @@ def test_a_line_is_named_where_its_last_known_point_is(tmp_path, small, collect)
     for seed in range(2):
         finish(tmp_path / "runs", small, Cell("near", "gigpo", seed), [0.1, 0.2, None])
         finish(tmp_path / "runs", small, Cell("near", "hgpo", seed), [0.1, 0.3, 0.4])
+    figure = figures.draw_curves(small, run_results.read_all(small, tmp_path / "runs"))
+    ends = {text.get_text().partition(" (")[0]: text.xy for axis in figure.axes for text in axis.texts if hasattr(text, "xy")}
+    assert ends == {small.methods["gigpo"].title: (1, pytest.approx(0.2)), small.methods["hgpo"].title: (2, pytest.approx(0.4))}
     collect()
     assert (tmp_path / "out" / "small.png").is_file()
 

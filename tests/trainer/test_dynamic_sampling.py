@@ -259,6 +259,7 @@ def test_a_head_without_a_target_learns_nothing(critic):
     gradient, stats = jax.jit(jax.grad(lambda params: loss(params, None, batch)[:2], has_aux=True))(params)
     np.testing.assert_allclose(gradient["value"]["bias"], -has_target.sum(0), rtol=1e-6)
     assert stats["squared_error"] == (has_target.sum(), has_target.sum())
+    assert stats["loss"] == (pytest.approx(has_target.sum() / 2), N)  # over decisions, as the gradient is
 
 
 def test_offloaded_arrays_are_in_host_memory_and_scalars_are_not():
