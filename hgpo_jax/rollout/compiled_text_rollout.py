@@ -108,7 +108,7 @@ def widths(limit: int, count: int) -> tuple[int, ...]:
     steps = [most]
     while steps[0] > max(most // 4, 8):  # of less than 8 nothing is left
         steps.insert(0, int(steps[0] / 1.15) // 8 * 8)
-    steps += [(limit + most) // 2 // 8 * 8, limit] if limit > most else []
+    steps = sorted({*steps, (limit + most) // 2 // 8 * 8, limit}) if limit > most else steps
     count = min(count, len(steps))
     return tuple(steps[len(steps) * number // count - 1] for number in range(1, count + 1))
 

@@ -352,7 +352,7 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
             for name in ("workers", "time_limit")
         },
         "rollout.prompt_widths": (
-            backend(config) == "compiled_text",
+            env and backend(config) == "compiled_text",  # one's own never is
             f"env.name={config.env.name} is not played as text on the device; leave it out",
         ),
         "rollout.ready_fraction": (as_text, f"env.name={config.env.name}, compiled, steps all episodes at once; leave it out"),

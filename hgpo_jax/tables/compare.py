@@ -143,6 +143,7 @@ def paired_difference(ours: dict[Any, float], theirs: dict[Any, float]) -> Paire
     number, and p is 1. Those that only rounding tells apart are equal.
     """
     d = np.array([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())])
+    d = np.where(np.abs(d) < EQUAL, 0.0, d)
     if len(d) < 2:
         return None
     mean, error = float(d.mean()), float(d.std(ddof=1) / math.sqrt(len(d)))
@@ -150,7 +151,7 @@ def paired_difference(ours: dict[Any, float], theirs: dict[Any, float]) -> Paire
         error = 0.0
     half = float(special.stdtrit(len(d) - 1, 0.975)) * error
     p = float(2 * special.stdtr(len(d) - 1, -abs(mean) / error)) if error else 1.0
-    if not error and abs(mean) >= EQUAL:
+    if not error and mean:
         half = math.inf
     return Paired(len(d), mean, error, (mean - half, mean + half), int((d > 0).sum()), int((d < 0).sum()), p)
 

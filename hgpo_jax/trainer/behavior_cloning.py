@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import hashlib
 import os
 import shutil
@@ -361,12 +360,12 @@ def cache_key(config: Config) -> str:
     if entry.games and entry.compiled:
         parts.append(entry.compiled(config).digest)
     options = [value for given in config.env.options.values() for value in (given if isinstance(given, list) else [given])]
-    for place in (config.env.data, *(value for value in options if isinstance(value, str))):
-        for file in [place] if os.path.isfile(place) else sorted(glob.glob(f"{glob.escape(place)}/*")) if place else []:
-            if os.path.isfile(file):
-                about = os.stat(file)
-                large = f"{about.st_size} {about.st_mtime_ns}" if about.st_size > LARGE else ""
-                parts.append(f"{Path(file).name} {large or hashlib.sha256(Path(file).read_bytes()).hexdigest()}")
+    given = [Path(value) for value in options if isinstance(value, str) and os.path.isfile(value)]
+    for file in (*(sorted(Path(config.env.data).glob("*")) if config.env.data else ()), *given):
+        if file.is_file():
+            about = file.stat()
+            large = f"{about.st_size} {about.st_mtime_ns}" if about.st_size > LARGE else ""
+            parts.append(f"{file.name} {large or hashlib.sha256(file.read_bytes()).hexdigest()}")
     digest = hashlib.sha256("\0".join(parts).encode())
     if Path(config.env.template).is_file():  # otherwise it names one of our templates
         digest.update(Path(config.env.template).read_bytes())

@@ -15,11 +15,8 @@ def keep_compiled(cache_dir: str) -> None:
 
     Raises ConfigError if part of the path is a file.
     """
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        return
     folder = Path(cache_dir, "compiled")
     if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
-        raise ConfigError(
-            f"cache_dir={cache_dir}: part of the path is a file; choose another folder, or set JAX_COMPILATION_CACHE_DIR"
-        )
-    jax.config.update("jax_compilation_cache_dir", str(folder))
+        raise ConfigError(f"cache_dir={cache_dir}: part of the path is a file; move that away, or choose another folder")
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(folder))

@@ -192,7 +192,7 @@ def test_numbers_are_told_although_an_environment_has_a_word_that_is_one():
 
 
 def test_prompts_have_widths_up_to_their_limit():
-    for limit in (16, 31, 32, 100, 1024, 1500):
+    for limit in (16, 31, 32, 100, 1024, 1030, 1500):
         for count in (1, 2, 7, 13):
             widths = compiled_text_rollout.widths(limit, count)
             assert list(widths) == sorted(set(widths)) and widths[0] > 0 and widths[-1] == limit

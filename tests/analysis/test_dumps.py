@@ -90,6 +90,16 @@ def test_roles_are_told_where_there_are_several(dump):
     assert (apart.estimate().advantages != team.estimate().advantages).any()
 
 
+def test_the_groups_of_a_prompt_group_are_those_of_all_episodes(dump, hgpo):
+    for level in (-1, 0, 2):
+        all_ids = analysis.group_ids(dump.episodes, hgpo, level)
+        for group in np.unique(dump.episodes.groups)[:4]:
+            rows = np.flatnonzero(dump.episodes.groups == group)
+            ids = analysis.group_ids(dump.episodes, hgpo, level, rows)
+            np.testing.assert_array_equal(ids[:, :, None, None] == ids, all_ids[rows][:, :, None, None] == all_ids[rows])
+            np.testing.assert_array_equal(ids < 0, all_ids[rows] < 0)
+
+
 @pytest.mark.parametrize("level", [-1, 0, 1, 2, 99])
 def test_groups_are_those_of_a_plain_loop(dump, hgpo, level):
     e = dump.episodes
@@ -113,16 +123,6 @@ def test_groups_are_those_of_a_plain_loop(dump, hgpo, level):
     ],
     ids=str,
 )  # fmt: skip
-def test_the_groups_of_a_prompt_group_are_those_of_all_episodes(dump, hgpo):
-    for level in (-1, 0, 2):
-        all_ids = analysis.group_ids(dump.episodes, hgpo, level)
-        for group in np.unique(dump.episodes.groups)[:4]:
-            rows = np.flatnonzero(dump.episodes.groups == group)
-            ids = analysis.group_ids(dump.episodes, hgpo, level, rows)
-            np.testing.assert_array_equal(ids[:, :, None, None] == ids, all_ids[rows][:, :, None, None] == all_ids[rows])
-            np.testing.assert_array_equal(ids < 0, all_ids[rows] < 0)
-
-
 def test_a_steps_groups_add_up_to_its_advantage(dump, name, options):
     e = dump.episodes
     turns = np.arange(e.mask.shape[1])

@@ -207,6 +207,7 @@ def test_what_nothing_reads_is_refused_on_the_command_line(unread, reader, why):
         check_overrides(load(None, unread), unread)
     check_overrides(load(None, [*unread, *reader]), [*unread, *reader])
     check_overrides(load(None, unread), [])  # as a file has it
+    check_overrides(load(None, ["env.name=./no.py:Mine"]), [])  # which is not made before devices are open
 
 
 def test_a_path_may_begin_with_the_users_own_folder(monkeypatch):
