@@ -5,6 +5,7 @@ import json
 import math
 import socket
 import threading
+import time
 from collections import Counter
 
 import numpy as np
@@ -282,6 +283,9 @@ def test_a_server_that_misbehaves_fails_the_episode_in_one_line(mock, answer, re
     server = mock(answer, time_limit=0.1, tries=2)
     with refused(reason, RetrievalError):
         server.retrieve(["red"], 2)
+    end = time.monotonic() + 10
+    while len(Mock.asked) < tries and time.monotonic() < end:  # the mock may read a request after its client has gone
+        time.sleep(0.01)
     assert len(Mock.asked) == tries
     make, _ = search_makers(ALONE, tmp_path, "", "", 24, top_k=2, max_turns=3)
 
