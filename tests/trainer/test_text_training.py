@@ -44,7 +44,7 @@ def tokenizer(tmp_path_factory):
 def test_trains_end_to_end(environment, tokenizer, tmp_path):
     folder = tmp_path / "run"
     command(
-        "-m", "hgpo_jax.train", "rollout.prompt_widths=2", "--config", f"{environment}_tiny", f"data={FOLDERS[environment]}",
+        "-m", "hgpo_jax.train", "--config", f"{environment}_tiny", f"data={FOLDERS[environment]}",
         "rollout.response_limit=4", f"policy.tokenizer={tokenizer}", "env.max_turns=2", "log.tensorboard=false",
         f"run_dir={folder}", f"cache_dir={tmp_path / 'cache'}", cwd=tmp_path,
     )  # fmt: skip
