@@ -30,6 +30,7 @@ from hgpo_jax.advantages.eb_gae import eb_gae
 from hgpo_jax.advantages.eb_td import eb_td
 from hgpo_jax.advantages.ecpo import ecpo
 from hgpo_jax.advantages.filters import filtered
+from hgpo_jax.advantages.g2po import g2po
 from hgpo_jax.advantages.g2rpo import g2rpo
 from hgpo_jax.advantages.gae import gae
 from hgpo_jax.advantages.gagpo import gagpo
@@ -45,6 +46,7 @@ from hgpo_jax.advantages.hgpo import hgpo
 from hgpo_jax.advantages.himac import himac
 from hgpo_jax.advantages.hiper import hiper
 from hgpo_jax.advantages.informative import informative
+from hgpo_jax.advantages.milegpo import milegpo
 from hgpo_jax.advantages.pgpo import pgpo
 from hgpo_jax.advantages.record import Batch, Estimate
 from hgpo_jax.advantages.reinforce_pp import reinforce_pp, reinforce_pp_baseline
@@ -73,6 +75,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "eb_gae": eb_gae,
     "eb_td": eb_td,
     "ecpo": ecpo,
+    "g2po": g2po,
     "g2rpo": g2rpo,
     "gae": gae,
     "gagpo": gagpo,
@@ -86,6 +89,7 @@ ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "hgpo": hgpo,
     "himac": himac,
     "hiper": hiper,
+    "milegpo": milegpo,
     "pgpo": pgpo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,

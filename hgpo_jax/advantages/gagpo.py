@@ -26,15 +26,9 @@ def gagpo(
     values, _ = state_values(batch, gamma)
     advantages = generalized_advantages(batch.rewards, values, batch.mask, gamma, lam)
     advantages = advantages - penalties(batch, invalid_penalty)
-    steps = grouping.sort_steps([batch.peers], batch.mask)
-    segment = steps.segments[0]
-    size = grouping.group_size(segment)
-    ordered = grouping.steps_in_order(advantages, steps)
-    magnitudes = grouping.steps_in_order(return_magnitudes(batch, gamma, invalid_penalty), steps)
-    centred = grouping.group_deviations(ordered, segment, size, magnitudes)
-    if normalize == "mean_std":
-        centred = centred / (grouping.group_std(centred, segment, size - 1) + grouping.EPSILON)
-    return Estimate(grouping.steps_in_place(centred, steps, batch.mask.shape), step_returns(batch, gamma, invalid_penalty))
+    magnitudes = return_magnitudes(batch, gamma, invalid_penalty)
+    advantages = among_peers(batch, advantages, magnitudes, normalize)
+    return Estimate(advantages, step_returns(batch, gamma, invalid_penalty))
 
 
 def state_values(batch: Batch, gamma: float) -> tuple[jax.Array, jax.Array]:
@@ -45,3 +39,15 @@ def state_values(batch: Batch, gamma: float) -> tuple[jax.Array, jax.Array]:
     mean = grouping.group_mean(grouping.steps_in_order(returns, steps), steps.segments[1], size)
     shape = batch.mask.shape
     return grouping.steps_in_place(mean, steps, shape), grouping.steps_in_place(size, steps, shape)
+
+
+def among_peers(batch: Batch, values: jax.Array, magnitudes: jax.Array, normalize: str) -> jax.Array:
+    """Returns f32[B, T] against all steps of the prompt group (of a role), f32[B, T]; options as in `step_advantages`."""
+    steps = grouping.sort_steps([batch.peers], batch.mask)
+    segment = steps.segments[0]
+    size = grouping.group_size(segment)
+    ordered = grouping.steps_in_order(values, steps)
+    centred = grouping.group_deviations(ordered, segment, size, grouping.steps_in_order(magnitudes, steps))
+    if normalize == "mean_std":
+        centred = centred / (grouping.group_std(centred, segment, size - 1) + grouping.EPSILON)
+    return grouping.steps_in_place(centred, steps, batch.mask.shape)

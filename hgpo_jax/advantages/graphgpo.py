@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -40,8 +43,22 @@ def graphgpo(
     return with_episode(batch, returns, step, sizes, step_weight, statistics, normalize, invalid_penalty)
 
 
-def goal_distances(batch: Batch, next_states: jax.Array, success: jax.Array) -> jax.Array:
-    """Counts transitions from each step's next state to `success`, -1 in a prompt group without success, i32[B, T]."""
+class Graph(NamedTuple):
+    """The observed transitions of all prompt groups: nodes are observations, and `success` where one has it.
+
+    nodes:          [B, 2 T] sorted by prompt group and observation: the steps' observations, then those after the steps.
+    source, target: i32[B * T], each step's node and the one that it leads to, from 0 to 2 B T - 1.
+    succeeded:      bool[B * T], steps that lead to `success`.
+    """
+
+    nodes: grouping.Sorted
+    source: jax.Array
+    target: jax.Array
+    succeeded: jax.Array
+
+
+def transition_graph(batch: Batch, next_states: jax.Array, success: jax.Array) -> Graph:
+    """Returns the graph of the transitions, in which the last step of a success leads to `success`."""
     shape = batch.mask.shape
     succeeded = last_steps(batch.mask) & success[:, None]
     next_states = jnp.where(succeeded, grouping.NO_STATE, next_states)  # no observation has this id
@@ -50,20 +67,37 @@ def goal_distances(batch: Batch, next_states: jax.Array, success: jax.Array) -> 
     rows = grouping.sort_steps([group, jnp.concatenate([batch.states, next_states], axis=1)], both)
     nodes = jnp.zeros(both.size, jnp.int32).at[rows.order].set(rows.segments[1], unique_indices=True)
     nodes = nodes.reshape(both.shape)
-    source, target = nodes[:, : shape[1]].ravel(), nodes[:, shape[1] :].ravel()
+    return Graph(rows, nodes[:, : shape[1]].ravel(), nodes[:, shape[1] :].ravel(), succeeded.ravel())
 
-    unreachable = both.size  # longer than any path
-    start = jnp.full(both.size, unreachable, jnp.int32).at[target].min(jnp.where(succeeded.ravel(), 0, unreachable))
 
-    def relax(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        distance, _ = carry
-        shorter = distance.at[source].min(distance[target] + 1)
-        return shorter, jnp.any(shorter != distance)
+def to_success(graph: Graph) -> jax.Array:
+    """Counts transitions from each node to `success`, i32[2 B T]; where there is no way as many as there are nodes."""
+    unreachable = graph.nodes.order.size  # longer than any path
+    start = jnp.full(unreachable, unreachable, jnp.int32)
+    start = start.at[graph.target].min(jnp.where(graph.succeeded, 0, unreachable))
+    return settled(start, lambda distance: distance.at[graph.source].min(distance[graph.target] + 1))
 
-    distance, _ = jax.lax.while_loop(lambda carry: carry[1], relax, (start, jnp.array(True)))
-    reachable = distance < unreachable
+
+def settled(values: jax.Array, relax: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Returns the values after as many times of `relax` as change any."""
+
+    def again(carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        now = relax(carry[0])
+        return now, jnp.any(now != carry[0])
+
+    result: jax.Array
+    result, _ = jax.lax.while_loop(lambda carry: carry[1], again, (values, jnp.array(True)))
+    return result
+
+
+def goal_distances(batch: Batch, next_states: jax.Array, success: jax.Array) -> jax.Array:
+    """Counts transitions from each step's next state to `success`, -1 in a prompt group without success, i32[B, T]."""
+    shape = batch.mask.shape
+    graph = transition_graph(batch, next_states, success)
+    distance, rows = to_success(graph), graph.nodes
+    reachable = distance < distance.size
     ordered = jnp.where(reachable, distance, -1)[rows.segments[1]]
-    furthest = jax.ops.segment_max(ordered, rows.segments[0], both.size, indices_are_sorted=True)[rows.segments[0]]
-    furthest = grouping.steps_in_place(furthest, rows, both.shape)[:, : shape[1]]
-    distance = distance[target].reshape(shape)
-    return jnp.where(distance < unreachable, distance, jnp.where(furthest >= 0, furthest + 1, -1))
+    furthest = jax.ops.segment_max(ordered, rows.segments[0], ordered.size, indices_are_sorted=True)[rows.segments[0]]
+    furthest = grouping.steps_in_place(furthest, rows, (shape[0], 2 * shape[1]))[:, : shape[1]]
+    distance = distance[graph.target].reshape(shape)
+    return jnp.where(distance < ordered.size, distance, jnp.where(furthest >= 0, furthest + 1, -1))
