@@ -136,7 +136,7 @@ def traps(nodes: Nodes) -> jax.Array:
     visitors = jnp.maximum(nodes.visitors, 1)
     score = nodes.base + REVISITS * nodes.visitors / jnp.maximum(nodes.failures, 1) * nodes.again / visitors
     recurs = (nodes.visitors >= TRAP_VISITS) | (nodes.again > 0)
-    trap = nodes.observation & (nodes.winners == 0) & recurs & (score >= TRAP_SCORE)
+    trap = nodes.observation & (nodes.winners == 0) & recurs & (score >= TRAP_SCORE - grouping.ROUNDING)
     return share_of_largest(jnp.where(trap, score, 0.0), nodes.group)
 
 

@@ -8,6 +8,7 @@ import copy
 from statistics import NormalDist
 
 import numpy as np
+from numpy_graphs import goal_distances, milestone_returns
 from numpy_steps import EPSILON, deviations, group_means, grouped
 
 
@@ -349,32 +350,34 @@ def pgpo(data, success, gamma=0.95, normalize="mean_std", invalid_penalty=0.1):
     return result
 
 
-def goal_distances(data, next_states, success):
-    """{step: distance of its next state to the node "success"}: breadth-first from there, by prompt group."""
-    result = {}
-    for group in set(data.groups):
-        steps = [s for s in data.all if data.groups[s[0]] == group]
-        after = {}
-        for b, t in steps:
-            reached = success[b] and t + 1 == data.length[b]
-            after[b, t] = "success" if reached else int(next_states[b, t])
-        edges = {(data.states[b][t], after[b, t]) for b, t in steps}
-        distance, frontier = {"success": 0}, {"success"}
-        while frontier:
-            frontier = {a for a, b in edges if b in frontier and a not in distance}
-            distance |= dict.fromkeys(frontier, max(distance.values()) + 1)
-        for s in steps:
-            reachable = "success" in after.values()
-            result[s] = distance.get(after[s], max(distance.values()) + 1) if reachable else None
-    return result
-
-
 def graphgpo(data, next_states, success, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):
     distances = goal_distances(data, next_states, success)
     returns = {s: (0.0 if d is None else 10 * 0.1**d) - data.penalty(s, invalid_penalty) for s, d in distances.items()}
     step = step_part(data, returns, normalize)
     episode = grpo(data, statistics, normalize, invalid_penalty)
     return {s: episode[s] + step_weight * step[s] for s in data.all}
+
+
+def g2po(data, success, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):
+    value, after = {s: gamma * mean for s, mean in state_means(data, gamma).items()}, {}
+    for b, t in data.all:
+        ended = t + 1 == data.length[b]
+        after[b, t] = value[b, t + 1] if not ended else data.score(b) if success[b] else 0.0
+    node = step_part(data, {s: v - data.penalty(s, invalid_penalty) for s, v in after.items()}, normalize)
+    edge = {}
+    for members in grouped(data.all, data.peers).values():
+        edge |= deviations({s: after[s] - value[s] for s in members}, members, 1, normalize)
+    episode = grpo(data, statistics, normalize, invalid_penalty)
+    return {s: episode[s] + step_weight * (node[s] + edge[s]) for s in data.all}
+
+
+def milegpo(
+    data, next_states, success, statistics="per_step", normalize="mean_std", invalid_penalty=0.1, residual=0.2, **options
+):
+    plain, shaped = milestone_returns(data, next_states, success, invalid_penalty, **options)
+    graph, mixed = step_part(data, plain, normalize), step_part(data, shaped, normalize)
+    episode = grpo(data, statistics, normalize, invalid_penalty)
+    return {s: episode[s] + graph[s] + residual * (mixed[s] - graph[s]) for s in data.all}
 
 
 def eb_shrink(data, values, history_length):

@@ -33,6 +33,8 @@ EXACT = [
     ("ecpo", {"statistics": "per_trajectory"}),
     ("ecpo", {"normalize": "mean", "prior_count": 0.5, "gate_count": 1.5, "step_weight": 3.0}),
     ("graphgpo", {"statistics": "per_trajectory", "step_weight": 0.5}),
+    ("g2po", {"statistics": "per_trajectory", "step_weight": 0.5}),
+    ("milegpo", {"residual": 1.0, "coverage": 0.5, "shrink": 0.5, "branch_alone": True}),
     ("pgpo", {}),
 ]
 # Compared like these, but in the slow tests: each takes a second to compile.
@@ -41,7 +43,9 @@ LATER = [
     ("adora", {"length_limit": 8}),
     ("beacon", {"normalize": "mean_std", "step_weight": 0.5}),
     ("dvao", {"signal_weights": (1.3, -0.4)}),
+    ("g2po", {"normalize": "mean"}),
     ("g2rpo", {}),
+    ("milegpo", {"statistics": "per_trajectory"}),
     ("gbpo", {"statistics": "per_trajectory"}),
     ("hapo", {"statistics": "per_trajectory"}),
     ("hbpo", {}),
@@ -64,6 +68,7 @@ BY_ROLE = [
     ("eb_td", {}),
     ("gagpo", {"lam": 0.7}),
     ("gdpo", {}),
+    ("g2po", {}),
     ("gigpo", {}),
     ("graphgpo", {}),
     ("grpo", {}),
@@ -73,7 +78,7 @@ BY_ROLE = [
     ("reinforce_pp_baseline", {}),
     ("rloo", {"statistics": "per_trajectory"}),
 ]
-RETURNS = {"hgpo", "gigpo", "ecpo", "eb_gae", "eb_td", "gagpo", "pgpo", "reinforce_pp"}  # what these compare
+RETURNS = {"hgpo", "g2po", "gigpo", "ecpo", "eb_gae", "eb_td", "gagpo", "pgpo", "reinforce_pp"}  # what these compare
 
 
 def run(name, options, batch):

@@ -137,6 +137,48 @@ def test_graphgpo():
     check("graphgpo", batch, [[PENALTY], [-PENALTY], [10]], normalize="mean")
 
 
+def test_g2po():
+    # gamma = 1/2. Values: V(1) = (5 + 0 + 0) / 3 / 2 = 5/6, V(2) = 10/2 = 5, V(3) = V(4) = 0; after A 10, after B and C 0.
+    # Node part, in 1: {5, 0, 0}, mean 5/3. Edges: A 25/6, 5; B -5/6, 0; C -5/6, 0; mean 5/4. Episode part as above.
+    won, lost = [10 / 3 + 35 / 12 + 20 / 3, 15 / 4 + 20 / 3], [-5 / 3 - 25 / 12 - 10 / 3, -5 / 4 - 10 / 3]
+    check("g2po", GRAPH, [won, lost, lost], normalize="mean")
+    # Squares: node (100 + 25 + 25) / 9 / 2 = 25/3; edges (35^2 + 45^2 + 2 * 25^2 + 2 * 15^2) / 144 / 5 = 4950/720.
+    node, edge, episode = math.sqrt(25 / 3), math.sqrt(4950 / 720), math.sqrt(80 / 3)
+    won = [10 / 3 / node + 35 / 12 / edge + 20 / 3 / episode, 15 / 4 / edge + 20 / 3 / episode]
+    lost = [-5 / 3 / node - 25 / 12 / edge - 10 / 3 / episode, -5 / 4 / edge - 10 / 3 / episode]
+    check("g2po", GRAPH, [won, lost, lost])
+
+
+def test_milegpo():
+    # Milestones 1 and 2. Success rates 1/3 and 1 against 1/3 of all; both on all successes; degrees 4 and 2 of at most 4.
+    # Scores: 0 + 1 + 1/4 and 2/3 + 1 + 1/8. From 1, the branch to 2 has margin 1, the largest. Its progress is 1 + 2/3, and so is
+    # that of 2 -> success: both evidences of 2 are 1, its score 3 * 43/24. Nothing that won comes into 1: its score is 0.
+    # Potential: 2: 1, 1: 1/5, 3: 1/25. Rises: 1 -> 2 4/5, 3 -> 1 4/25, else 0. No trap: nobody fails in 3, 4 or 5 twice.
+    # Returns from 1: 10/5, 10/125, 0, with milestones 2 + 2.5 * 4/5, 0.08, 0; means 2.08/3 and 1.36.
+    step = [2 - 2.08 / 3 + 0.2 * (2.64 - 2 + 2.08 / 3), 0.08 - 2.08 / 3 + 0.2 * (-1.36 + 2.08 / 3)]
+    step.append(-2.08 / 3 + 0.2 * (-1.36 + 2.08 / 3))
+    expected = [[step[0] + 20 / 3, 20 / 3], [step[1] - 10 / 3, -10 / 3], [step[2] - 10 / 3, -10 / 3]]
+    check("milegpo", GRAPH, expected, normalize="mean")
+    # With WebShop's rules 1 stays, with a score of 5/4 of 43/8, 10/43: its potential is 10/43, that of 3 a fifth of it.
+    first = 2 + 2.5 * 33 / 43
+    mean = (first + 0.08) / 3
+    expected = [[first - mean + 20 / 3, 20 / 3], [0.08 - mean - 10 / 3, -10 / 3], [-mean - 10 / 3, -10 / 3]]
+    check("milegpo", GRAPH, expected, normalize="mean", residual=1.0, coverage=0.5, shrink=0.5, branch_alone=True)
+
+
+def test_milegpo_leaves_traps():
+    # Both failures pass 3: a trap, whose potential rises by 4/5 from 1, a quarter of which counts. Returns: 4, -0.5, -0.5.
+    batch = episodes([(1, 2), (1, 3), (1, 3)], REWARDS, WON, after=[6, 7, 8])
+    lost = [-1.5 - 10 / 3, -10 / 3]
+    check("milegpo", batch, [[3 + 20 / 3, 20 / 3], lost, lost], normalize="mean", residual=1.0)
+    # One failure alone is no trap, unless it comes back: 1 -> 3 -> 3 -> 7. Its score is 1/3 + 1/4, the larger of the two of B;
+    # 2.5 * 0.2 is lost from 1 to 3, nothing from 3 to 3.
+    batch = episodes([(1, 2), (1, 3, 3), (1, 4)], REWARDS, WON, after=[6, 7, 8])
+    found, oracle = both("milegpo", batch, normalize="mean", residual=1.0)
+    np.testing.assert_allclose(found, oracle, atol=1e-5)
+    assert found[1, 0] - found[2, 0] == pytest.approx(-0.5)
+
+
 @pytest.mark.parametrize(("paths", "won", "after", "expected"), [
     # 0 -> 1 -> success, whose last observation is again 1 (say, "you put the mug down").
     ([(0, 1)], [True], [1], [[1, 0]]),

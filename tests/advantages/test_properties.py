@@ -137,7 +137,10 @@ TURNS = 15
 LEARNED = {"gae", "hiper", "hbpo"}  # they compare with learned values or a budget's best, not with each other
 # Turns are compared too, and may differ.
 LATER = ("adora", "dvao", "g2rpo", "gbpo", "hapo")  # compared in the slow tests
-BY_TURN = {"beacon", "eb_gae", "eb_td", "ecpo", "gagpo", "gigpo", "graphgpo", "hgpo", "himac", "pgpo", "reinforce_pp"}
+BY_TURN = {
+    "beacon", "eb_gae", "eb_td", "ecpo", "g2po", "gagpo", "gigpo", "graphgpo", "hgpo", "himac", "milegpo", "pgpo",
+    "reinforce_pp",
+}  # fmt: skip
 
 
 def permuted(seed: int) -> dict[str, np.ndarray]:

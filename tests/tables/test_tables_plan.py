@@ -145,7 +145,7 @@ def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changes, fragment):
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["plan", "nothing"], "configs/tables has alfworld_small, household, paper"),
+        (["plan", "nothing"], "configs/tables has alfworld_small, household, household_g2po, paper"),
         (["plan", "paper", "--launch", "slurm"], "--to: needed"),
         (["plan", "household", "--to", "DIR"], "--to DIR: is where --launch writes its files"),
         (["run", "household", "--jobs", "0"], "--jobs 0"),
