@@ -151,8 +151,8 @@ def test_g2po():
 
 def test_milegpo():
     # Milestones 1 and 2. Success rates 1/3 and 1 against 1/3 of all; both on all successes; degrees 4 and 2 of at most 4.
-    # Scores: 0 + 1 + 1/4 and 2/3 + 1 + 1/8. From 1, the branch to 2 has margin 1, the largest. Its progress is 1 + 2/3, and so is
-    # that of 2 -> success: both evidences of 2 are 1, its score 3 * 43/24. Nothing that won comes into 1: its score is 0.
+    # Scores: 0 + 1 + 1/4 and 2/3 + 1 + 1/8. From 1, the branch to 2 has margin 1, the largest. Its progress is 1 + 2/3, as
+    # is that of 2 -> success: both evidences of 2 are 1, its score 3 * 43/24. Nothing that won comes into 1: its score is 0.
     # Potential: 2: 1, 1: 1/5, 3: 1/25. Rises: 1 -> 2 4/5, 3 -> 1 4/25, else 0. No trap: nobody fails in 3, 4 or 5 twice.
     # Returns from 1: 10/5, 10/125, 0, with milestones 2 + 2.5 * 4/5, 0.08, 0; means 2.08/3 and 1.36.
     step = [2 - 2.08 / 3 + 0.2 * (2.64 - 2 + 2.08 / 3), 0.08 - 2.08 / 3 + 0.2 * (-1.36 + 2.08 / 3)]
