@@ -35,7 +35,7 @@ def potential(scores, distances):
     return max([x * 0.2 ** distances[node] for node, x in shares(scores).items() if node in distances], default=0.0)
 
 
-def milestone_returns(data, next_states, success, invalid_penalty, coverage=1.1, shrink=0.0, branch_alone=False):
+def milestone_returns(data, next_states, success, invalid_penalty, coverage, shrink, branch_alone):
     """MileGPO's returns of GraphGPO alone, and with milestones and traps (eq. 1 to 20), as ({step: return}, {step: return})."""
     plain, shaped = {}, {}
 

@@ -372,9 +372,10 @@ def g2po(data, success, gamma=0.95, step_weight=1.0, statistics="per_step", norm
 
 
 def milegpo(
-    data, next_states, success, statistics="per_step", normalize="mean_std", invalid_penalty=0.1, residual=0.2, **options
-):
-    plain, shaped = milestone_returns(data, next_states, success, invalid_penalty, **options)
+    data, next_states, success, residual=0.2, coverage=1.1, shrink=0.0, branch_alone=False, statistics="per_step",
+    normalize="mean_std", invalid_penalty=0.1,
+):  # fmt: skip
+    plain, shaped = milestone_returns(data, next_states, success, invalid_penalty, coverage, shrink, branch_alone)
     graph, mixed = step_part(data, plain, normalize), step_part(data, shaped, normalize)
     episode = grpo(data, statistics, normalize, invalid_penalty)
     return {s: episode[s] + graph[s] + residual * (mixed[s] - graph[s]) for s in data.all}
