@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from hgpo_jax.advantages.gagpo import among_peers, state_values
 from hgpo_jax.advantages.gigpo import step_advantages, with_episode
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import episode_scores, following, last_steps, return_magnitudes, step_returns
+from hgpo_jax.advantages.returns import episode_magnitudes, episode_scores, following, last_steps, step_returns
 
 
 def g2po(
@@ -24,22 +24,22 @@ def g2po(
     """GRPO's advantage plus `step_weight (A_NC + A_EC)` of the step from state s to s'.
 
     success: bool[B].
-    V(s) is gamma times the mean return of the state's visits in the prompt group: the return is discounted once before the last
-    step, too. After a success V is the trajectory's score, after a failure 0.
+    V(s) is the mean over the visits of s in the prompt group of their trajectories' scores, times gamma for every step from
+    there to the end. After a success's last step it is the score, after a failure's 0.
         A_NC, node-centric: V(s'), less the penalty of an invalid step, among the visits of s, as in `gigpo`.
         A_EC, edge-centric: V(s') - V(s), among all steps of the prompt group, without the penalty.
     normalize: `mean_std`, as on ALFWorld, divides all three parts by (sample std + 1e-6); WebShop's recipe is `mean`.
-    The released code discounts the whole score from the last step on; here each reward is discounted from its own step.
     The record's two levels are the prompt group (-1), whose advantage is the episode's, and the state's group (0) with
     A_NC + A_EC.
     """
-    values, _ = state_values(batch, gamma)
     ended = last_steps(batch.mask)
-    final = jnp.where(success[:, None], episode_scores(batch), 0.0)
+    at_the_end = batch._replace(rewards=jnp.where(ended, episode_scores(batch), 0.0))
+    values, _ = state_values(at_the_end, gamma)
+    final = jnp.where(success[:, None], at_the_end.rewards, 0.0)
     after = jnp.where(ended, final, gamma * following(values, batch.mask))
-    magnitudes = return_magnitudes(batch, gamma, invalid_penalty) + jnp.abs(after)
+    magnitudes = episode_magnitudes(batch, invalid_penalty)
     penalised = after - invalid_penalty * batch.invalid
     node, sizes = step_advantages(batch, penalised, magnitudes, normalize)
-    edge = among_peers(batch, after - gamma * values, magnitudes + jnp.abs(values), normalize)
+    edge = among_peers(batch, after - gamma * values, magnitudes, normalize)
     returns = step_returns(batch, gamma, invalid_penalty)
     return with_episode(batch, returns, node + edge, sizes, step_weight, statistics, normalize, invalid_penalty)

@@ -359,7 +359,8 @@ def graphgpo(data, next_states, success, step_weight=1.0, statistics="per_step",
 
 
 def g2po(data, success, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):
-    value, after = {s: gamma * mean for s, mean in state_means(data, gamma).items()}, {}
+    left = {(b, t): gamma ** (data.length[b] - t) * data.score(b) for b, t in data.all}
+    value, after = group_means(left, data.all, state_group(data)), {}
     for b, t in data.all:
         ended = t + 1 == data.length[b]
         after[b, t] = value[b, t + 1] if not ended else data.score(b) if success[b] else 0.0
