@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
 from pydantic import Field
@@ -69,6 +69,11 @@ class ToolResult(OpenBody):
     type: Literal["tool_result"]
     tool_use_id: Any = None
     content: Annotated[list[Text], or_text("text")] = Field(default_factory=list)
+    is_error: bool = False
+
+    def told(self) -> str:
+        """Returns the text; an error without one is told from a result without one."""
+        return _text(self.content) or ("Error" if self.is_error else "")
 
 
 Block = Annotated[Text | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
@@ -104,7 +109,7 @@ class Message(OpenBody):
             if are_texts:
                 messages.append({"role": self.role, "content": _text(blocks)})
             else:
-                messages += [tool_result(_text(block.content), block.tool_use_id) for block in blocks]  # type: ignore[union-attr]
+                messages += [tool_result(block.told(), block.tool_use_id) for block in blocks]  # type: ignore[union-attr]
         return messages
 
 
@@ -157,10 +162,11 @@ class MessagesBody(SamplingBody):
     tool_choice: ToolChoice = ToolChoice()
     thinking: ThinkingSwitch | None = None
     output_config: OutputConfig = OutputConfig()
+    _is_answered: ClassVar[bool] = True
 
     def request(self) -> SamplingRequest:
         """Translates the body. Raises ApiError for an answer that is to go on from what is given."""
-        if self.messages[-1].role == "assistant":
+        if self.messages[-1].role == "assistant" and self._is_answered:
             last = "the last one is the assistant's, from which this server does not go on"
             raise ApiError(400, f"messages: {last}", param="messages")
         blocks = [text for block in self.system if (text := _BILLING.sub("", block.text, count=1)) or not block.text]
@@ -183,6 +189,7 @@ class CountBody(MessagesBody):
     """The body of a request to count a prompt's tokens, to which no answer is sampled."""
 
     max_tokens: int = Field(1, ge=1)
+    _is_answered: ClassVar[bool] = False
 
 
 class Messages(Dialect):
@@ -230,7 +237,10 @@ class Messages(Dialect):
         message = error.message
         if isinstance(error, TooLong):  # in Anthropic's words, by which its clients know when to compact a conversation
             message = f"prompt is too long: {error.length} {error.unit} > {error.limit} maximum"
-        return {"type": "error", "error": {"type": kind, "message": message}}
+        told: dict[str, Any] = {"type": kind, "message": message}
+        if error.param == "thread":  # by which Anthropic's tool runner knows that it has to send the whole conversation
+            told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        return {"type": "error", "error": told}
 
     def _message(self, exchange: Exchange, content: list[dict[str, Any]]) -> dict[str, Any]:
         """Builds a message that has not ended."""

@@ -37,7 +37,7 @@ CHANGING: dict[str, tuple] = {
         (("auto", "none"), "function_call"),
         ((["text"],), "modalities"),
         ((), "guided_json guided_regex guided_choice guided_grammar structured_outputs regex ebnf audio web_search_options"),
-        ((), "format output_format container"),
+        ((), "format output_format container thread compaction"),
     )
     for name in names.split()
 }

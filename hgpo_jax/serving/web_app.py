@@ -124,7 +124,11 @@ class Api:
                 raise ApiError(401, "the API key is missing or wrong", "authentication_error", code="invalid_api_key")
         # A page in this machine's browser can reach local servers, also under a host name of its own.
         elif not all(_is_local(request.headers[name]) for name in ("host", "origin") if name in request.headers):
-            raise ApiError(403, "without a key only this machine's own programs are answered", "permission_error")
+            raise ApiError(
+                403,
+                "without a key only this machine's own programs are answered, at 127.0.0.1 or localhost",
+                "permission_error",
+            )
 
     def _key_of(self, request: Request) -> str:
         """Returns the key by which a request was admitted, "" on a server without one."""

@@ -89,17 +89,17 @@ def test_a_call_may_hold_what_is_no_text(stage):
 def test_a_conversation_goes_on_with_the_answers_blocks(stage):
     """The client sends back what it was given, and in a session the sampled ids stay."""
     stage.answer, client = CALLED, client_of(stage.port)
-    asked = {"model": "tiny", "max_tokens": 300, "tools": [LOOK], "extra_headers": {"X-Session-Id": "a"}}
+    asked = {"model": "tiny", "max_tokens": 300, "tools": [LOOK], "extra_headers": {"X-Session-Id": "messages"}}
     first, _ = streamed(client, messages=HELLO, **asked)
     result = {"type": "tool_result", "tool_use_id": first.content[-1].id, "content": "A desk."}
     after = [*HELLO, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
     stage.answer = "Good."
     second = client.messages.with_raw_response.create(messages=after, **asked)
     assert second.parse().content[0].text == "Good." and "x-ignored" not in second.headers
-    before, after = stage.sessions._by_name["a"].turns
+    before, after = stage.sessions._by_name["messages"].turns
     sampled = before.ids + before.tokens
     assert after.ids[: len(sampled)] == sampled and after.state == 'look {"at":"a désk"}\nA desk.'
-    assert client.post("/v1/sessions/a/reward", body={"reward": 1}, cast_to=object)["turns"] == 2
+    assert client.post("/v1/sessions/messages/reward", body={"reward": 1}, cast_to=object)["turns"] == 2
 
 
 def test_a_prompt_is_counted_as_it_is_read(stage):
@@ -115,6 +115,47 @@ def test_a_prompt_is_counted_as_it_is_read(stage):
     assert client.messages.count_tokens(model="tiny", messages=long).input_tokens > stage.engine.prompt_limit
     with pytest.raises(anthropic.NotFoundError, match="'tiny' is"):
         client.messages.count_tokens(**asked | {"model": "gpt"})
+
+
+def test_a_conversation_that_ends_with_an_answer_is_counted(stage):
+    answered = [*HELLO, {"role": "assistant", "content": "Hello."}]
+    client = client_of(stage.port)
+    first = client.messages.count_tokens(model="tiny", messages=HELLO).input_tokens
+    assert client.messages.count_tokens(model="tiny", messages=answered).input_tokens > first
+
+
+def test_a_tool_runner_sends_the_whole_conversation(stage):
+    """The server stores no threads; the client then goes on without them, if it is told in Anthropic's words."""
+    from anthropic import beta_tool
+
+    @beta_tool
+    def look(at: str) -> str:
+        """Look at something.
+
+        Args:
+            at: what.
+        """
+        return "A desk."
+
+    stage.answer = CALLED
+    asked = {"model": "tiny", "max_tokens": 300, "messages": [{"role": "user", "content": "Find it."}], "tools": [look]}
+    answers = []
+    for message in client_of(stage.port).beta.messages.tool_runner(**asked):
+        answers.append(message.content[0].text)
+        stage.answer = "Good."
+    assert answers == ["I look.", "Good."]
+    first, second = stage.engine.prompts
+    assert second.startswith(first) and "Find it." in first and "A desk." in second
+
+
+def test_an_error_without_a_text_is_told_from_an_empty_result(stage):
+    called = {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "look", "input": {}}]}
+    result = {"type": "tool_result", "tool_use_id": "1"}
+    for more in ({}, {"is_error": True}, {"is_error": True, "content": "No desk."}):
+        messages = [*HELLO, called, {"role": "user", "content": [result | more]}]
+        client_of(stage.port).messages.create(model="tiny", max_tokens=9, messages=messages)
+    empty, failed, said = stage.engine.prompts
+    assert "Error" not in empty + said and "Error" in failed and "No desk." in said
 
 
 def test_an_answer_that_is_cut_or_no_call_says_so(stage):
@@ -157,9 +198,12 @@ def test_errors_are_the_clients_own(stage):
 
 def test_no_official_field_is_dropped_silently():
     from anthropic.types import message_create_params
+    from anthropic.types.beta import message_create_params as beta
 
-    names = message_create_params.MessageCreateParamsBase.__annotations__.keys()
-    assert {"messages", "tool_choice", "service_tier"} <= names
+    names = message_create_params.MessageCreateParamsBase.__annotations__ | beta.MessageCreateParamsBase.__annotations__
+    names = names.keys() - {"betas"}  # a header
+    assert {"messages", "tool_choice", "service_tier", "thread"} <= names
+    assert {"thread", "compaction", "container"} <= CHANGING.keys()  # they name what Anthropic's server has stored, or its work
     for name in names - MessagesBody.model_fields.keys() - CHANGING.keys() - SILENT:
         assert parse(MessagesBody, {"model": "tiny", "messages": HELLO, "max_tokens": 1, name: "x"}).ignored() == [name]
 

@@ -116,7 +116,7 @@ def numbered(tell):
 def test_a_conversation_goes_on_with_the_answers_items(stage):
     """The client sends back what it was given, and in a session the sampled ids stay."""
     stage.answer, client = CALLED, stage.client
-    asked = {"model": "tiny", "tools": [LOOK], "extra_headers": {"X-Session-Id": "a"}}
+    asked = {"model": "tiny", "tools": [LOOK], "extra_headers": {"X-Session-Id": "responses"}}
     with client.responses.stream(input=HELLO, **asked) as stream:
         first = stream.get_final_response()
     call = first.output[-1]
@@ -124,10 +124,10 @@ def test_a_conversation_goes_on_with_the_answers_items(stage):
     stage.answer = "Good."
     second = client.responses.create(input=[*HELLO, *(item.to_dict() for item in first.output), done], **asked)
     assert second.output_text == "Good."
-    before, after = stage.sessions._by_name["a"].turns
+    before, after = stage.sessions._by_name["responses"].turns
     sampled = before.ids + before.tokens
     assert after.ids[: len(sampled)] == sampled and "<|im_start|>tool\nA desk." in stage.engine.prompts[1]
-    assert client.post("/sessions/a/reward", body={"reward": 1}, cast_to=object)["turns"] == 2
+    assert client.post("/sessions/responses/reward", body={"reward": 1}, cast_to=object)["turns"] == 2
 
 
 def test_an_answer_that_is_cut_is_incomplete(stage):
