@@ -29,7 +29,7 @@ class Interruption:
 
     `saved` is how many iterations a checkpoint holds, for the final message.
 
-    Several processes must exit after the same iteration: a SIGTERM to any of them takes effect at `agreed`.
+    Several processes must exit at the same place: a SIGTERM to any of them takes effect at `agreed`.
 
     exits: whether a second SIGINT ends the process at once, as it should a command; else it raises KeyboardInterrupt at once.
     """
@@ -39,6 +39,7 @@ class Interruption:
         self._exits = exits
         self._number: int | None = None
         self._deferred = False
+        self._places = 0
 
     def __enter__(self) -> Interruption:
         self._alone = jax.process_count() == 1
@@ -82,7 +83,8 @@ class Interruption:
             self._deferred = outer
         self._raise()
 
-    def agreed(self, iteration: int) -> None:
-        """Raises Interrupted in all processes after the same iteration once one of them received SIGTERM."""
-        if not self._alone and multihost_utils.reached_preemption_sync_point(iteration):
+    def agreed(self) -> None:
+        """Raises Interrupted in all processes at the same call once one of them received SIGTERM."""
+        self._places += 1
+        if not self._alone and multihost_utils.reached_preemption_sync_point(self._places):
             raise Interrupted(signal.SIGTERM)

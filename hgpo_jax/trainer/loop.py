@@ -71,6 +71,7 @@ class Training:
             compiling.result()
         self.checkpoints = Checkpoints(folder / "checkpoints", self.config.log)
         params = starting_params(job, folder, instead=True)
+        stop.agreed()
         self.reference = job.reference_copy(params)
         self.rollout_reference = job.rollout_reference(self.reference)
         self.state = self._restore(like) if done else init(params)
@@ -97,9 +98,11 @@ class Training:
             sampled = None
             for iteration in range(self.done, self.config.iterations):
                 validation = self._validate_and_save(iteration)
+                self.stop.agreed()
                 result, sums, counts = sampled or self._rollout(iteration)
+                self.stop.agreed()
                 self._update(iteration, result, sums, counts | validation)
-                self.stop.agreed(iteration)
+                self.stop.agreed()
                 more = self.config.rollout.overlap and self.done < self.config.iterations
                 sampled = self._rollout(self.done) if more else None
             self._save()

@@ -214,6 +214,9 @@ def run(
             return done, faults, changes
 
         first, faults, changes = distributed.broadcast_from_process_0(take)
+        distributed.check_shared(folder, "run_dir")
+        if config.warm_start == "cloning":  # one process writes the cloned weights, and all read them
+            distributed.check_shared(Path(config.cache_dir), "cache_dir")
         stop.saved = first
         _describe_run(job, folder, resuming, first, faults, changes)
         with remote.writing(folder):
@@ -274,6 +277,7 @@ def train_and_evaluate(job: Job, training: Training, folder: Path) -> None:
     with refusals():
         job.by_policy(functools.partial(save_trained, folder / "policy"), params)
     del params
+    training.stop.agreed()
     result, transcripts = evaluate(job, played, folder)
     text = "\n\n".join(transcripts)
     if writes:

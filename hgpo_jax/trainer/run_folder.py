@@ -27,13 +27,13 @@ from hgpo_jax.trainer.resume import (
     refuse_fewer,
     resume_point,
 )
-from hgpo_jax.utils import remote
+from hgpo_jax.utils import distributed, remote
 from hgpo_jax.utils.errors import ConfigError
 from hgpo_jax.utils.files import atomic_write, is_remote
 
 LOCK, UNFINISHED = ".lock", "config.yaml.partial"
 # Files of a run that was killed before it wrote config.yaml.
-NO_RUN = {LOCK, UNFINISHED, remote.STATE, remote.LOCK, provenance.FILE, f"{provenance.FILE}.partial"}
+NO_RUN = {LOCK, UNFINISHED, distributed.SHARED, remote.STATE, remote.LOCK, provenance.FILE, f"{provenance.FILE}.partial"}
 NAMING = ("name", "method", "seed", "run_dir", "cache_dir")  # fields that decide where a run lives
 
 

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,6 +25,8 @@ from jax.experimental import multihost_utils
 from hgpo_jax.utils.errors import ConfigError, RunError
 
 KINDS = (ConfigError, RunError, OSError, ValueError)  # errors that processes send to each other; a ConfigError is a ValueError
+SHARED = ".shared"  # the file by which processes find out whether they see one folder
+WAIT = 60.0  # seconds for which a network file system may still show what it read before
 VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -96,6 +101,38 @@ def broadcast_from_process_0(call: Callable):
         kind, arguments = failure
         raise next(one for one in KINDS if one.__name__ == kind)(*arguments)
     return value
+
+
+def check_shared(folder: Path, field: str) -> None:
+    """Raises ConfigError in all processes unless each of them sees what process 0 writes in a folder, which is made.
+
+    field: the one that names the folder.
+    """
+    if jax.process_count() == 1:
+        return
+    file = folder / SHARED
+
+    def write() -> str:
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(word := secrets.token_hex(8))
+        return word
+
+    word, until = broadcast_from_process_0(write), time.monotonic() + WAIT
+    while not (sees := _holds(file, word)) and time.monotonic() < until:
+        time.sleep(0.2)
+    blind = np.flatnonzero(~multihost_utils.process_allgather(np.bool_(sees)))
+    if jax.process_index() == 0:
+        file.unlink()
+    if blind.size:
+        where = f"{field}={folder}: process {blind[0]} does not see what process 0 writes there"
+        raise ConfigError(f"{where}; give a folder on a file system that all machines share")
+
+
+def _holds(file: Path, word: str) -> bool:
+    try:
+        return file.read_text() == word
+    except OSError:
+        return False
 
 
 def _encode(error: Exception) -> tuple[str, list]:

@@ -62,10 +62,35 @@ def test_two_processes_learn_what_one_learns(folders):
 @pytest.mark.slow
 def test_a_sigterm_to_one_process_saves_and_ends_both_and_they_go_on(folders):
     _, (out, _, done, checkpoints), (resumed, _) = folders
-    assert 1 < done < 4
+    assert 0 < done < 4
     assert f"stopped by SIGTERM: {done} of 4 iterations are saved" in out[0]
     assert checkpoints == [str(done)]
     assert f"resumed after iteration {done}" in resumed[0]
+
+
+APART = """
+import os, sys
+from pathlib import Path
+from hgpo_jax.config import cli
+from hgpo_jax.utils import distributed
+def main():
+    distributed.join()
+    distributed.WAIT = 1
+    distributed.check_shared(Path("common"), "cache_dir")
+    print("seen", *Path("common").iterdir())
+    distributed.check_shared(Path("own", os.environ["JAX_PROCESS_ID"]), "run_dir")
+cli.run(main)
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_that_not_all_processes_see_ends_all_of_them(tmp_path):
+    said, errors = together(tmp_path, program=("-c", APART), code=2)
+    assert said == ["seen\n"] * 2
+    for i, error in enumerate(errors):
+        told = f"run_dir=own/{i}: process 1 does not see what process 0 writes there; give a folder on a file system that all"
+        assert told in error
+    assert not list((tmp_path / "own" / "0").iterdir())
 
 
 @pytest.mark.slow
