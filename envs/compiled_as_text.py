@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Hashable
 
 import jax
 import numpy as np
@@ -32,6 +33,7 @@ class Words:
 
     def __init__(self, env):
         self._env, self.max_turns, self.task_types = env, env.max_turns, env.task_types
+        self._shared = env if isinstance(env, Hashable) else _ById(env)
         if isinstance(env, Team):
             self.roles = env.roles
 
@@ -41,7 +43,7 @@ class Words:
             raise IndexError(f"task={task}: must be a whole number below 2**64")
         key = np.array([task >> 32, task & 0xFFFFFFFF], np.uint32)
         with jax.set_mesh(one_cpu()):
-            self._state, output = jax.device_get(_programs(self._env)[0](key))
+            self._state, output = jax.device_get(_programs(self._shared)[0](key))
         self._key = key
         self._past: dict[int, list[np.ndarray]] = defaultdict(list)  # each role's actions since the reset
         self.task_type = int(self._state.task)
@@ -55,7 +57,7 @@ class Words:
         """
         ids = self._ids(action)
         with jax.set_mesh(one_cpu()):
-            self._state, output = jax.device_get(_programs(self._env)[1](self._state, ids))
+            self._state, output = jax.device_get(_programs(self._shared)[1](self._state, ids))
         self._past[self.role].append(ids)
         info = {"won": bool(output["won"]), "admissible": not output["invalid"]}
         return *self._see(output), float(output["reward"]), bool(output["done"]), info
@@ -67,7 +69,7 @@ class Words:
         recent = np.array([*blank, *self._past[self.role]][-length:])
         turn = sum(map(len, self._past.values()))
         with jax.set_mesh(one_cpu()):
-            ids = jax.device_get(_expert_action(self._env, player)(self._state, recent, self._key, turn))
+            ids = jax.device_get(_expert_action(self._shared, player)(self._state, recent, self._key, turn))
         return self._command(*self._words(ids))
 
     def _see(self, output) -> tuple[str, list[str]]:
@@ -103,17 +105,35 @@ def _join(words) -> str:
 
 @functools.cache
 def one_cpu() -> jax.sharding.Mesh:
-    """Returns a mesh of one CPU: the caller's mesh may hold many devices, and a small environment needs none of them.
+    """Returns a mesh of one CPU, if jax may use it: the caller's mesh may hold many devices, and a small environment needs none of them.
 
     It is the last one: a device runs one program at a time, and the first one is where updates of simulated devices run.
     """
     axis = (jax.sharding.AxisType.Auto,)
-    return jax.make_mesh((1,), ("environment",), axis_types=axis, devices=jax.local_devices(backend="cpu")[-1:])
+    try:
+        devices = jax.local_devices(backend="cpu")
+    except RuntimeError:  # JAX_PLATFORMS leaves it out, as in JAX_PLATFORMS=cuda
+        devices = jax.local_devices()
+    return jax.make_mesh((1,), ("environment",), axis_types=axis, devices=devices[-1:])
+
+
+class _ById:
+    """Stands for an environment without a hash, as a dataclass that is not frozen, where programs are shared."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __eq__(self, other):
+        return isinstance(other, _ById) and self.env is other.env
+
+    def __hash__(self):
+        return id(self.env)
 
 
 @functools.lru_cache(maxsize=8)
-def _programs(env):
+def _programs(shared):
     """Builds jitted `reset(key data)` and `step(state, action)`, both -> (state, the ingredients of the text)."""
+    env = shared.env if isinstance(shared, _ById) else shared
 
     def admissible(state):
         return [env.admissible(state)] if isinstance(env, ListsActions) else []
@@ -144,8 +164,9 @@ def _programs(env):
 
 
 @functools.lru_cache(maxsize=8)
-def _expert_action(env, player: Expert):
+def _expert_action(shared, player: Expert):
     """Builds jitted `(state, recent, key data, turn) -> action`; the task and the turn break ties."""
+    env = shared.env if isinstance(shared, _ById) else shared
 
     @jax.jit
     def action(state, recent, key, turn):

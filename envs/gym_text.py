@@ -81,7 +81,8 @@ class GymnasiumText:
       won_above: an episode that terminates with a last reward above it is won. By default `is_success` or `success` in the
         environment's own info decides, or the reward if it is known to: in the environments of `FACTS`, and above 0 in
         MiniGrid's levels. For others success is unknown.
-      survival: whether an episode is won by lasting until its time limit, as in CartPole, where the end is a fall.
+      survival: whether an episode is won by lasting until its time limit, as in CartPole, where the end is a fall. Every turn
+        must then be one of the commands: during others the environment does not move.
       options: further arguments of `gymnasium.make`.
 
     Attributes:
@@ -169,7 +170,7 @@ class GymnasiumText:
     def _is_won(self, terminated: bool, reward: float) -> bool | None:
         """Whether an episode that has ended is won; None if that is unknown."""
         if self._survival:
-            return not terminated
+            return not terminated and len(self._past_actions) == self._turns
         for name in ("is_success", "success") if self._won_above is None else ():
             if self._info.get(name) is not None:
                 return bool(self._info[name])

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from hgpo_jax.envs import command_line, user_code
 from hgpo_jax.envs.command_line import Parser, printable
-from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, TextEnv, members
+from hgpo_jax.envs.protocol import INFO, BegunTextEnv, CompiledEnv, TextEnv, is_compiled, members
 
 # Each environment is imported by its own function: some take jax, seconds to import, and others packages that may be missing.
 
@@ -131,12 +131,17 @@ def own_environment(args):
     """Your own, by its place or an entry point's name: FILE.py:CLASS or package.module:CLASS; or gymnasium:ID."""
     _, make = user_code.load(user_code.locate(args.name, user_code.ENVIRONMENTS))
     fields = dict(option.partition("=")[::2] for option in args.options) | user_code.implied(args.name)
-    arguments = user_code.options(make, fields | ({"max_turns": args.turns} if args.turns else {}))
+    if args.turns:
+        taken = user_code.parameters(make)
+        if not user_code.star(taken) and "max_turns" not in {each.name for each in taken}:
+            raise ValueError(f"--turns {args.turns}: {args.name} has no option max_turns; leave it out")
+        fields |= {"max_turns": args.turns}
+    arguments = user_code.options(make, fields)
     try:
         env = make(**arguments)
-    except Exception as error:  # any error of the user's environment
+    except user_code.ERRORS as error:
         raise ValueError(f"{args.name}: cannot be made: {type(error).__name__}: {error}") from None
-    compiled = hasattr(env, "observation_length")
+    compiled = is_compiled(env)
     _refuse_incomplete(args.name, functools.partial(hasattr, env), members(CompiledEnv if compiled else TextEnv))
     if compiled:
         from hgpo_jax.envs.compiled_as_text import Words  # jax, as above
@@ -220,7 +225,7 @@ def _refuse_incomplete(name: str, has: Callable[[str], bool], needed: dict[str, 
 
 def play(env, task: int, picture: Path | None = None) -> None:
     """Plays one episode, until it ends or the player quits. picture: the file of the environment's picture, if it has one."""
-    observation, commands = env.reset(task)
+    observation, commands = _answer(env.reset, task)
     begun = members(BegunTextEnv, beyond=TextEnv)
     _refuse_incomplete("the environment after reset(task)", functools.partial(hasattr, env), begun)
     print(f"Task: {printable(env.goal)}\n")
@@ -234,7 +239,7 @@ def play(env, task: int, picture: Path | None = None) -> None:
             return
         if action.isdecimal() and 1 <= int(action) <= len(commands):
             action = commands[int(action) - 1]
-        observation, commands, reward, done, info = env.step(action)
+        observation, commands, reward, done, info = _answer(env.step, action)
         _refuse_incomplete("the info of step(action)", info.__contains__, INFO)
         print()
         if not info["admissible"]:
@@ -245,6 +250,14 @@ def play(env, task: int, picture: Path | None = None) -> None:
     outcome = "Success unknown" if info["won"] is None else "Solved" if info["won"] else "Not solved"
     _show(env, observation, picture)
     print(f"\n{outcome} after {turn} turns: reward {reward:g}{score}.")
+
+
+def _answer(call: Callable, argument):
+    """Returns what an environment answers. Raises ValueError for any error of it."""
+    try:
+        return call(argument)
+    except user_code.ERRORS as error:
+        raise ValueError(f"{call.__name__}({argument!r:.80}) fails with {user_code.describe_error(error)}") from None
 
 
 def _show(env, observation: str, picture: Path | None) -> None:

@@ -58,6 +58,11 @@ class CompiledEnv(Playable, Protocol):
         ...
 
 
+def is_compiled(env) -> bool:
+    """Whether an environment is meant to be compiled: it has two of the three lengths, of which it may lack one by mistake."""
+    return sum(hasattr(env, length) for length in members(Playable) if length.endswith("_length")) > 1
+
+
 @runtime_checkable
 class OwnPrompts(Protocol):
     """Optional for a compiled environment: prompts of its own, of any length up to a bound."""

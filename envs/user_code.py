@@ -18,7 +18,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -33,6 +33,7 @@ ENVIRONMENTS, ESTIMATORS, REWARDS = "hgpo_jax.rollout.environments", "hgpo_jax.e
 LOSSES, STATE_KEYS = "hgpo_jax.losses", "hgpo_jax.state_keys"
 
 GYMNASIUM = "gymnasium:"
+ERRORS = (Exception, SystemExit)  # whatever a user's code raises; sys.exit() there must not end a command without a word
 
 
 @functools.cache
@@ -107,10 +108,10 @@ def module_of(place: str) -> ModuleType:
         return module
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise ValueError(f"its import fails: {_describe_error(error)}") from None
+            raise ValueError(f"its import fails: {describe_error(error)}") from None
         raise ValueError(f"no module {error.name!r}; write package.module:NAME or path/to/file.py:NAME") from None
-    except Exception as error:  # whatever a module does
-        raise ValueError(f"its import fails: {_describe_error(error)}") from None
+    except ERRORS as error:
+        raise ValueError(f"its import fails: {describe_error(error)}") from None
 
 
 _READ: dict[str, tuple[Path, str]] = {}  # file or module that this process has read -> its file, and the SHA-256 then
@@ -141,13 +142,13 @@ def _executed(file: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look themselves up there
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # any error of a module
+    except ERRORS as error:
         del sys.modules[name]
-        raise ValueError(f"its import fails: {_describe_error(error)}") from None
+        raise ValueError(f"its import fails: {describe_error(error)}") from None
     return module
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: BaseException) -> str:
     line = traceback.extract_tb(error.__traceback__)[-1]
     return one_line(f"{type(error).__name__}: {error} ({line.filename}, line {line.lineno})")
 
@@ -209,7 +210,12 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
     if value == "none" and type(None) in kinds:  # as in a configuration
         return None
     choices = kinds if optional else {annotation}
-    sequence = any((get_origin(kind) or kind) in (tuple, list) for kind in choices) and str not in choices
+    origins = [origin for kind in choices if inspect.isclass(origin := get_origin(kind) or kind)]
+    if isinstance(value, str) and any(issubclass(origin, Mapping) for origin in origins):
+        with contextlib.suppress(yaml.YAMLError):
+            value = yaml.safe_load(value)
+    sequence = any(issubclass(origin, Collection) and not issubclass(origin, (str, Mapping)) for origin in origins)
+    sequence = sequence and str not in choices
     parts = value.split(",") if sequence and isinstance(value, str) else [value] if sequence and _single(value) else value
     try:
         if isinstance(value, bool) and not kinds & {bool, Any, object}:

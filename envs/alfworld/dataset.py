@@ -35,6 +35,18 @@ class GameFile(NamedTuple):
     trial: str
 
 
+def type_in(path: str | os.PathLike) -> int:
+    """Returns the task type of a game by its path, as an index into `TASK_TYPES`, or their number if the path tells none.
+
+    The innermost folder that begins with one counts, as in `pick_and_place_simple-Mug-None-Desk-308/trial_.../game.tw-pddl`.
+    """
+    for part in reversed(Path(path).parts):
+        for number, name in enumerate(TASK_TYPES):
+            if part.startswith(name):
+                return number
+    return len(TASK_TYPES)
+
+
 def data_folder(data: str | os.PathLike | None = None) -> Path:
     """Returns the data folder: `data`, or else `ALFWORLD_DATA`.
 

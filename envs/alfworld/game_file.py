@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hgpo_jax.envs.alfworld import bits
-from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.dataset import type_in
 from hgpo_jax.envs.alfworld.game import Game, load_game
 from hgpo_jax.envs.alfworld.pddl import parse_lists
 from hgpo_jax.envs.alfworld.planner import read_goal
@@ -132,12 +132,11 @@ def _arrays(game: Game, cleaners: tuple[str, ...], moves: bool) -> dict:
     def of(predicates: Sequence[str]) -> np.ndarray:
         return sets(predicates, ((o, p) for p in predicates for (o,) in facts[p] if o in number))
 
-    task = [n for n, kind in enumerate(TASK_TYPES) if kind in game.data.path]
     most = _most(facts, here, places, inside, accepts, place_has)
     return {
         "kinds": {kind.removesuffix("type") for kinds in kind_of.values() for some in kinds.values() for kind in some},
         "names": {*thing_names, *place_names, *(() if moves else (name[l] for l in locations))},
-        "task": task[0] if task else len(TASK_TYPES),
+        "task": type_in(game.data.path),
         "moves": moves,
         "helps": any(rule.name == "help" for rule in game.data.rules.actions),
         "goal": game.task,

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from hgpo_jax.envs.alfworld.dataset import TASK_TYPES
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES, type_in
 from hgpo_jax.envs.alfworld.game import WON_REWARD, Game, load_game
 
 HELP = "help"  # admissible in newer releases, but not shown to agents
@@ -62,8 +62,7 @@ class AlfworldText:
         self._past: list[str] = []  # actions since the reset
         self._followed: tuple[int, Any] | None = None  # number of actions the expert has followed, its state then
         self.goal = self._game.task
-        types = [number for number, name in enumerate(TASK_TYPES) if name in path]
-        self.task_type = types[0] if types else len(TASK_TYPES)
+        self.task_type = type_in(path)
         observation, _ = self._game.reset()
         return observation, self._commands()
 

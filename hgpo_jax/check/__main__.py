@@ -25,11 +25,12 @@ from hgpo_jax.check import compiled, text
 from hgpo_jax.check.play import GROUP, table, warnings
 from hgpo_jax.config import Config, cli
 from hgpo_jax.envs.command_line import printable, whole_number
+from hgpo_jax.envs.protocol import is_compiled
 from hgpo_jax.policy.chat_template import ChatFrame
 from hgpo_jax.policy.source import load_tokenizer
 from hgpo_jax.rollout.backend import backend
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN, ChatFormat, load_template
-from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, expert_of, is_compiled, made_outside
+from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, expert_of, made_outside
 from hgpo_jax.rollout.tasks import task_keys, task_numbers
 from hgpo_jax.rollout.workers import end
 from hgpo_jax.setup.validate import check_own_turns

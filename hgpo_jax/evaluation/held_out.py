@@ -113,6 +113,10 @@ def summarize(episodes: Episodes, task_types: Sequence[str], scores: np.ndarray 
     n, num_judged, wins, steps = (int(a.sum()) for a in (played, judged, episodes.success, episodes.mask))
     if not n:
         raise RunError("evaluation: the environment failed in every episode")
+    if (wrong := episodes.task[judged & ~np.isin(episodes.task, range(len(task_types)))]).size:
+        raise RunError(
+            f"evaluation: an episode's task is {wrong[0]}; give the index of one of the {len(task_types)} task_types"
+        )
     by_task = {
         task_types[task]: float(episodes.success[judged & (episodes.task == task)].mean())
         for task in np.unique(episodes.task[judged]).tolist()

@@ -25,7 +25,7 @@ from hgpo_jax.envs.math.data import load as load_problems
 from hgpo_jax.envs.math.problems import Problems
 from hgpo_jax.envs.math.team import GeneratedTeam, ListedTeam
 from hgpo_jax.envs.math.text import GeneratedMath, ListedMath
-from hgpo_jax.envs.protocol import Expert, Pictured, Playable, members
+from hgpo_jax.envs.protocol import Expert, Pictured, is_compiled
 from hgpo_jax.envs.search.makers import ALONE, TEAM, Kinds, search_makers
 from hgpo_jax.envs.search.retrieval_client import TIME_LIMIT
 from hgpo_jax.envs.sokoban import Sokoban, SokobanPixels
@@ -267,11 +267,6 @@ def made_outside(env: EnvConfig) -> tuple[Callable[[], Any], Any]:
     return _make(*_outside(env))
 
 
-def is_compiled(env) -> bool:
-    """Whether an environment is intended to be compiled."""
-    return any(hasattr(env, length) for length in members(Playable) if length.endswith("_length"))
-
-
 def expert_of(env) -> Expert | None:
     """Returns the scripted player in a user's own environment: its class, whose methods take `env` as a module's do."""
     return cast(Expert, type(env)) if isinstance(env, Expert) else None
@@ -294,7 +289,7 @@ def _make(label: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
     make = functools.partial(user_code.make, name, arguments)
     try:
         return make, make()
-    except Exception as error:  # any error of the user's code
+    except user_code.ERRORS as error:
         raise ConfigError(f"env.name={label}: cannot be made: {type(error).__name__}: {' '.join(str(error).split())}") from None
 
 

@@ -97,19 +97,19 @@ def missing_info(info: dict) -> list[str]:
 
 
 def check_compiled(env, protocol: type = CompiledEnv) -> None:
-    """Raises ValueError for the first fault of a compiled environment, and if a function of a state cannot be traced."""
+    """Raises ValueError for the first fault of a compiled environment: a member, or what a function returns when traced."""
     import jax  # text environments are checked in worker processes, which do not need it
+
+    from hgpo_jax.rollout.function_shapes import shape_faults  # as above
 
     name = type(env).__name__
     _refuse(member_faults(env, protocol))
-    state = _begun(env)
-    if not hasattr(state, "task"):
-        raise ValueError(f"{name}: the state of reset(key) lacks task: the index of the episode's task type")
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    _refuse(f"{name}: {fault}" for fault in shape_faults(env, None, key, history_length=1))
     if hasattr(env, "picture"):
         _check_picture(env, name)
-    if hasattr(env, "roles") and (shape := _traced(env, "role(state)", env.role, state).shape):
-        raise ValueError(f"{name}: role(state) has shape {list(shape)}; give a single index into roles, i32[]")
     if names := declared(env):
+        state, _ = jax.eval_shape(env.reset, key)
         values = _traced(env, "signal_values(state)", env.signal_values, state)
         is_array = isinstance(values, jax.ShapeDtypeStruct)
         if not is_array or values.shape != (len(names),) or not jax.numpy.issubdtype(values.dtype, jax.numpy.number):
@@ -142,27 +142,9 @@ def _check_counts(what: str, values: Any, count: int, meaning: str) -> None:
 
 
 def check_lists_actions(env) -> None:
-    """Raises ValueError if a compiled environment, which has passed `check_compiled`, does not list its actions as rows."""
-    name = type(env).__name__
+    """Raises ValueError if a compiled environment, which has passed `check_compiled`, does not list its actions."""
     if not isinstance(env, ListsActions):
-        raise ValueError(f"{name} does not list its actions (admissible); leave it out")
-    listed = _traced(env, "admissible(state)", env.admissible, _begun(env))
-    shapes = [list(getattr(part, "shape", ())) for part in listed] if isinstance(listed, tuple) else []
-    width = env.action_length  # type: ignore[attr-defined]
-    if len(shapes) != 2 or len(shapes[0]) != 1 or shapes[1] != [*shapes[0], width]:
-        found = f"{shapes[0]} and {shapes[1]}" if len(shapes) == 2 else f"a {type(listed).__name__}"
-        raise ValueError(f"{name}: admissible(state) returns {found}; bool[C] and i32[C, {width}] are needed")
-
-
-def _begun(env) -> Any:
-    """Traces the state of a new episode. Raises ValueError as `_traced`."""
-    import jax
-
-    def begin(key):
-        state, _ = env.reset(key)
-        return state
-
-    return _traced(env, "reset(key)", begin, jax.eval_shape(lambda: jax.random.key(0)))
+        raise ValueError(f"{type(env).__name__} does not list its actions (admissible); leave it out")
 
 
 def _traced(env, call: str, function: Callable, argument) -> Any:

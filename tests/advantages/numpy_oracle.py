@@ -18,9 +18,7 @@ def hgpo(
     returns = data.returns(gamma, invalid_penalty)
     items = {step: [] for step in data.all}
     for k in range(history_length + 1):
-        groups = grouped(
-            data.all, lambda s, k=k: None if data.context(s, k) is None else (data.peers(s), data.context(s, k))
-        )
+        groups = grouped(data.all, lambda s, k=k: None if data.context(s, k) is None else (data.peers(s), data.context(s, k)))
         for members in groups.values():
             for step, advantage in deviations(returns, members, 0, normalize).items():
                 items[step].append(((k + weight_offset) ** alpha, advantage))
@@ -169,9 +167,7 @@ def dvao(data, signals, signal_weights=(), statistics="per_step", invalid_penalt
     return {step: above[step] / (spread[step] + EPSILON) for step in data.all}
 
 
-def adora(
-    data, success, lengths, length_limit=None, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
-):
+def adora(data, success, lengths, length_limit=None, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):
     tokens = [sum(int(x) for x in row[:n]) for row, n in zip(lengths, data.length, strict=True)]
     result = grpo(data, statistics, normalize, invalid_penalty)
     for b, t in data.all:
@@ -183,9 +179,7 @@ def adora(
     return result
 
 
-def beacon(
-    data, signals, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean", invalid_penalty=0.1
-):
+def beacon(data, signals, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean", invalid_penalty=0.1):
     returns, before = {}, {}
     for b, n in enumerate(data.length):
         most, milestones = 0, []

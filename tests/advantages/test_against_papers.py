@@ -349,9 +349,7 @@ def test_g2rpo():
     expected = [1.534121, -0.766839, -0.766839, 0.157311, 0.687961, 0.687961, -0.766839, -0.766839]
     for first in ([1, 0, 0, 0.5], [9, -3, -3, 0]):  # any monotone map
         batch = four([*first, 1, 1, 0, 0])
-        np.testing.assert_allclose(
-            estimate("g2rpo", **batch, task=np.zeros(8, np.int32)).advantages[:, 0], expected, atol=2e-6
-        )
+        np.testing.assert_allclose(estimate("g2rpo", **batch, task=np.zeros(8, np.int32)).advantages[:, 0], expected, atol=2e-6)
     # Alone in its task type, a prompt group keeps the order of its first map.
     alone = estimate("g2rpo", **batch, task=np.arange(8, dtype=np.int32) // 4).advantages[:, 0]
     np.testing.assert_allclose(alone, [1.150349, -0.734494, -0.734494, 0.318639, *[0.734494] * 2, *[-0.734494] * 2], atol=2e-6)

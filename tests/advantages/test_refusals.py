@@ -38,10 +38,14 @@ CASES = {
     "states dtype": ("hgpo", changed("states", lambda x: x + 0.5), "states has dtype float64: give int32"),
     "signals without an axis": ("gdpo", worked_example(gamma=None, signals=np.zeros((3, 6))), r"give \(3, 6\) and an axis"),
     "weights of signals": (
-        "gdpo", worked_example(gamma=None, signals=np.zeros((3, 6, 2)), signal_weights=(1.0,)), "give 2 numbers, one for each"
+        "gdpo",
+        worked_example(gamma=None, signals=np.zeros((3, 6, 2)), signal_weights=(1.0,)),
+        "give 2 numbers, one for each",
     ),
     "a signal's nan": (
-        "gdpo", worked_example(gamma=None, signals=put((1, 0, 1), np.nan)(np.zeros((3, 6, 2)))), r"signals\[1, 0, 1\] is nan"
+        "gdpo",
+        worked_example(gamma=None, signals=put((1, 0, 1), np.nan)(np.zeros((3, 6, 2)))),
+        r"signals\[1, 0, 1\] is nan",
     ),
     "hole": ("hgpo", changed("mask", put((1, 2), False)), r"mask\[1\] has a hole before step 3"),
     "nan": ("hgpo", changed("rewards", put((2, 4), np.nan)), r"rewards\[2, 4\] is nan: give finite"),

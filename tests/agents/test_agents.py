@@ -227,7 +227,7 @@ def test_mistakes_are_one_line(tmp_path):
         ("warm_start=cloning", "warm_start=cloning: env.name=agent has no expert to clone"),
         ("env.template=plain", "env.template=plain: env.name=agent does not read it"),
         ("env.strict=true", "env.strict=True: env.name=agent does not read it"),
-        ("env.preload=[json,nowhere]", "env.preload=nowhere: cannot be imported: ModuleNotFoundError(\"No module"),
+        ("env.preload=[json,nowhere]", 'env.preload=nowhere: cannot be imported: ModuleNotFoundError("No module'),
     ):
         with pytest.raises(ConfigError) as raised:
             build(configuration.load(None, [*FIELDS, f"policy.tokenizer={tmp_path / 'tokenizer'}", field]))

@@ -8,7 +8,7 @@ from alfworld_places import DATA, GAMES, LOGIC
 
 from hgpo_jax.config import load
 from hgpo_jax.envs.alfworld import load_game
-from hgpo_jax.envs.alfworld.dataset import TASK_TYPES, list_games
+from hgpo_jax.envs.alfworld.dataset import TASK_TYPES, list_games, type_in
 from hgpo_jax.rollout.alfworld_games import alfworld_text
 from hgpo_jax.utils.errors import ConfigError
 
@@ -87,6 +87,14 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         (tmp_path / "alfred.pddl").write_text("(define (domain x))")
         (tmp_path / "alfred.twl2").write_text((LOGIC / "alfred.twl2").read_text())
         load_game(GAMES[0], logic=tmp_path)
+
+
+@pytest.mark.parametrize(("path", "kind"), [
+    ("pick_two_obj_and_place-Pen-None-Desk-308/trial_T1/game.tw-pddl", 5), ("mine/look_at_obj_in_light-X/game.tw-pddl", 1),
+    ("pick_and_place_simple_only/pick_heat_then_place_in_recep-X/trial/game.tw-pddl", 3), ("my-look_at_obj_in_light/game", 6),
+])  # fmt: skip
+def test_a_game_has_the_type_of_its_own_folder(path, kind):
+    assert type_in(path) == kind
 
 
 def make(folder: Path, trial: str, task_type: str = TASK_TYPES[0], **game: object) -> None:

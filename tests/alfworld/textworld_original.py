@@ -1,6 +1,6 @@
 """A game in TextWorld itself, for tests and recordings. Needs the extra `alfworld-check`; Python 3.11 or 3.12.
 
-    PYTHONPATH=. python tests/alfworld/textworld_original.py     # writes data/recorded.jsonl anew
+PYTHONPATH=. python tests/alfworld/textworld_original.py     # writes data/recorded.jsonl anew
 """
 
 import json

@@ -156,6 +156,22 @@ def test_a_persons_own(play, tmp_path, monkeypatch):
     )
     assert "lacking.py:Guess lacks task_types: " in play("./lacking.py:Guess", code=2)
     assert "lacking.py:Failing: cannot be made: KeyError: 'key'" in play("./lacking.py:Failing", code=2)
+    (tmp_path / "failing.py").write_text(
+        TEXT.replace("self.turn += 1", "sys.exit(0)").replace("class", "import sys\nclass") + "class Later(Guess):\n"
+        "    words, action_length = ('', 'guess'), 2\n    def reset(self, task): return 1 / 0\n"
+    )
+    assert "step('guess 0') fails with SystemExit: 0 (" in play("./failing.py:Guess", keys="guess 0\n", code=2)
+    assert "reset(0) fails with ZeroDivisionError: division by zero (" in play("./failing.py:Later", code=2)
+    (tmp_path / "leaving.py").write_text("import sys\nsys.exit()\n")
+    assert "its import fails: SystemExit: (" in play("./leaving.py:Any", code=2)
+    (tmp_path / "endless.py").write_text(TEXT.replace(", max_turns: int = 3", "").replace("= size, max_turns", "= size, 3"))
+    assert play("./endless.py:Guess", "--turns", 5, code=2) == (
+        "error: --turns 5: ./endless.py:Guess has no option max_turns; leave it out\n"
+    )
+    (tmp_path / "open_rooms.py").write_text(
+        COMPILED.replace("class Corridor", "import dataclasses\n@dataclasses.dataclass\nclass Corridor")
+    )
+    assert play("./open_rooms.py:Corridor", keys="right\nright\n").endswith("reward 10.\n")
     in_words = play("./rooms.py:Corridor", "size=4", "--seed", "1", keys="right\nright\n")
     assert in_words.startswith("Task: reach_the_end\n\nhall\nturn 1 of 4> right\n")
     assert in_words.endswith("door\n\nSolved after 2 turns: reward 10.\n")

@@ -6,6 +6,7 @@ import pickle
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -197,6 +198,17 @@ def test_lists_may_be_optional():
     assert user_code.options(make, {"names": "none"}) == {"names": None}
 
 
+def test_collections_of_any_annotation():
+    def make(sizes: Sequence[int] = (), names: set[str] = frozenset(), costs: dict[str, float] | None = None, any: list = ()):
+        return sizes, names, costs, any
+
+    assert user_code.options(make, {"sizes": "3,4", "names": "x,y", "costs": "{a: 1, b: 2}", "any": "x,y"}) == {
+        "sizes": [3, 4], "names": {"x", "y"}, "costs": {"a": 1.0, "b": 2.0}, "any": ["x", "y"],
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"^costs=a: must be a valid dictionary$"):
+        user_code.options(make, {"costs": "a"})
+
+
 def test_a_file_finds_those_beside_it(here, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (here / "sub").mkdir()
@@ -299,9 +311,7 @@ TEXT_GAME = ["env.name=household_text", "env.template=prompts.txt"]
         (TEXT_GAME, "env.template", "prompts.txt", []),
     ],
 )
-def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(
-    here, monkeypatch, fields, recorded, changed, others
-):
+def test_what_a_run_was_made_with_is_recorded_and_a_change_warned_of_once(here, monkeypatch, fields, recorded, changed, others):
     monkeypatch.setattr(importlib.metadata, "packages_distributions", dict)  # which reads all that is installed
     config = load(None, ["warm_start=none", *fields])
     assert provenance.record(config, here, 0) == []

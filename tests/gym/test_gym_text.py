@@ -211,6 +211,13 @@ def test_success_is_what_is_said_and_a_time_limit_is_no_end_of_the_task(given, w
     assert all(answer[4] == said() for answer in before[1:])
 
 
+def test_whoever_gives_no_command_does_not_survive():
+    env = GymnasiumText(describe=f"{__name__}:told", survival=True, **STAND)
+    for words, won in ((["wait"] * 3, False), (["action 0", "wait", "action 1"], False), (["action 0", "action 1"] * 2, True)):
+        *_, (_, _, _, done, info) = play(env, 0, words[:3])
+        assert done and info == said(won=won, truncated=True, admissible=words[2] != "wait"), words
+
+
 class Drawn(Survey):
     """Draws a text, or a list of its lines, or something else."""
 

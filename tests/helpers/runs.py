@@ -1,7 +1,7 @@
 """Runs of the main command that are watched, stopped and killed.
 
-    child = start(folder, "run_dir=...", ...)      # as `python -m hgpo_jax.train run_dir=...` in this folder
-    text = run(folder, "run_dir=...", ...)         # to its end
+child = start(folder, "run_dir=...", ...)      # as `python -m hgpo_jax.train run_dir=...` in this folder
+text = run(folder, "run_dir=...", ...)         # to its end
 """
 
 from __future__ import annotations

@@ -41,4 +41,3 @@ def test_what_must_not_be_there_is_seen():
     assert look(cache % "2,1,3,0", **sizes)["padded"] == ["bf16[16,2,64,1536]{2,1,"]  # if not written head by head
     assert look(cache % "2,3,1,0", **sizes)["padded"] == []
     assert look("%a = bf16[64,512] all-gather(%b)\n%c = f32[440,128] dot(%d)", **sizes)["vocabularies held"] == []
-

@@ -162,13 +162,13 @@ def test_what_lists_no_actions_is_refused():
     with refused("rollout.constrain=admissible: HouseholdPlan does not list its actions"):
         CompiledRunner(config, HouseholdPlan(), {}, None, mesh_of("data=1"))
     for wrong, found in (
-        (lambda state: (jnp.ones(3, bool), jnp.ones((3, 9), int)), "returns [3] and [3, 9]; bool[C] and i32[C, "),
-        (lambda state: jnp.ones(3), "returns a ShapeDtypeStruct; bool[C]"),
-        (lambda state: state.nothing, "fails with AttributeError"),
+        (lambda state: (jnp.ones(3, bool), jnp.ones((3, 9), int)), "words is i32[3, 9]; make it i32[3, "),
+        (lambda state: jnp.ones(3), "does not return 2 values; return (rows, words)"),
+        (lambda state: state.nothing, "cannot be compiled: AttributeError"),
     ):
         env = Household()
-        env.admissible = wrong
-        with refused(f"rollout.constrain=admissible: Household: admissible(state) {found}"):
+        env.step, env.admissible = Household().step, wrong  # which the household's step asks, too
+        with refused(f"Household: admissible(state): {found}"):
             CompiledRunner(config, env, {}, None, mesh_of("data=1"))
 
 

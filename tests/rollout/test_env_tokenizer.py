@@ -105,7 +105,7 @@ def test_commands_that_no_response_can_hold_are_refused(config):
 
 
 def test_an_environment_that_cannot_be_played_is_refused(config, tmp_path):
-    (tmp_path / "colours.py").write_text(ENV.replace("(\"crimson\"", "1 / 0 or (\"crimson\"").replace("Colours:", "Broken:"))
+    (tmp_path / "colours.py").write_text(ENV.replace('("crimson"', '1 / 0 or ("crimson"').replace("Colours:", "Broken:"))
     with pytest.raises(ConfigError, match=r"^env.name=./colours.py:Broken: task \d cannot be played: ZeroDivisionError"):
         fresh_tokenizer(config("env.name=./colours.py:Broken"))
 

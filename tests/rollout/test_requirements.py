@@ -43,8 +43,17 @@ def lacking(base, member):
 class Room:
     words, task_types, max_turns = ("", "stay"), ("leave",), 3
     goal_length = observation_length = action_length = 1
-    goal = won = step = decode = staticmethod(lambda *_: None)
+    decode = staticmethod(lambda ids: "stay")
     state = State
+
+    def goal(self, state):
+        return jnp.ones(1, jnp.int32)
+
+    def won(self, state):
+        return jnp.bool_(True)
+
+    def step(self, state, action):
+        return state, jnp.zeros(1, jnp.int32), jnp.float32(1), jnp.bool_(True), jnp.bool_(False)
 
     def reset(self, key):
         return self.state(**{name: jnp.int32(0) for name in self.state.__annotations__}), jnp.zeros(1, jnp.int32)
@@ -81,9 +90,23 @@ def test_a_compiled_environment():
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        ({"state": Taskless}, r"Mine: the state of reset\(key\) lacks task: "),
-        ({"reset": lambda self, key: self.no_such_thing(key)}, r"Mine: reset\(key\) fails with AttributeError: .*no_such"),
-        ({"reset": lambda self, key: jnp.zeros(1)}, r"Mine: reset\(key\) fails with [A-Za-z]*Error: "),
+        ({"state": Taskless}, r"Mine: reset\(key\): its state has no field task; add it: "),
+        ({"reset": lambda self, key: self.no_such(key)}, r"Mine: reset\(key\): cannot be compiled: AttributeError: .*no_such"),
+        (
+            {"reset": lambda self, key: jnp.zeros(1)},
+            r"Mine: reset\(key\): does not return 2 values; return \(state, observation\)",
+        ),
+        (
+            {"step": lambda self, state, action: None},
+            r"Mine: step\(state, action\): does not return 5 values; return \(state, ",
+        ),
+        (
+            {"step": lambda self, s, a: (s, a[0], 1.0, True, False)},
+            r"Mine: step\(state, action\): observation is i32\[\]; make ",
+        ),
+        ({"step": lambda self, s, a: 1 if a[0] else 0}, r"Mine: step\(state, action\): cannot be compiled: .*use jnp.where"),
+        ({"goal": lambda self, state: jnp.zeros(2, jnp.int32)}, r"Mine: goal\(state\): goal is i32\[2\]; make it i32\[1\]"),
+        ({"won": lambda self, state: state.task[None] > 0}, r"Mine: won\(state\): won is bool\[1\]; make it bool\[\]"),
         ({"max_turns": "3"}, "Mine: max_turns is '3'; give a whole number above 0"),
         ({"goal_length": 2.0}, "Mine: goal_length is 2.0; "),
         (signals(lambda self, state: state.task), r"Mine: signal_values\(state\) is int32\[\]; give f32\[1\], for milestones"),

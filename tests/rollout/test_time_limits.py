@@ -56,7 +56,7 @@ def test_what_an_environments_info_says():
 
     workers = LocalWorkers(Telling)
     workers.send([(0, 2, ("add 1",))])
-    (_, output), = workers.receive(1)
+    ((_, output),) = workers.receive(1)
     assert (output.won, output.score, output.truncated) == (None, None, True)
 
 

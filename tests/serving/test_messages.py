@@ -10,7 +10,7 @@ from tests.helpers.serving import HELLO, served
 pytestmark = pytest.mark.needs("anthropic")
 
 LOOK = {"name": "look", "input_schema": {"type": "object"}}
-CALLED = "I look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": {\"at\": \"a désk\"}}\n</tool_call>"
+CALLED = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "a désk"}}\n</tool_call>'
 
 
 def client_of(port, key="any"):

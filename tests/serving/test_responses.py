@@ -11,7 +11,7 @@ from hgpo_jax.serving.engine import Progress
 from tests.helpers.serving import HELLO
 
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
-CALLED = "I look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": {\"at\": \"a désk\"}}\n</tool_call>"
+CALLED = 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": "a désk"}}\n</tool_call>'
 EVENTS = [
     "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
     "response.output_text.delta", "response.output_text.done", "response.content_part.done", "response.output_item.done",

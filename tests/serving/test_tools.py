@@ -18,7 +18,7 @@ LOOK = {
         "parameters": {"type": "object", "properties": {"thing": {"type": "string"}}},
     },
 }  # fmt: skip
-CALLED = "I look.\n<tool_call>\n{\"name\": \"look_at\", \"arguments\": {\"thing\": \"a désk\"}}\n</tool_call>"
+CALLED = 'I look.\n<tool_call>\n{"name": "look_at", "arguments": {"thing": "a désk"}}\n</tool_call>'
 CALLS = [{"role": "developer", "content": "Hello"}, {"role": "assistant", "content": None, "tool_calls": [
     {"id": "call_1", "type": "function", "function": {"name": "look_at", "arguments": "{\"thing\": \"desk\"}"}},
 ]}, {"role": "tool", "tool_call_id": "call_1", "content": "A desk."}]  # fmt: skip

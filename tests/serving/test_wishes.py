@@ -185,7 +185,7 @@ def test_a_call_is_begun_with_the_models_own_tokens():
         assert apart == tokenizer(begun + rest).input_ids
 
 
-@pytest.mark.parametrize(("said", "warned"), [("<think>{</think> {\"a\": 1}", False), ("[1]", True), ("{\"a\": 1} x", True)])
+@pytest.mark.parametrize(("said", "warned"), [('<think>{</think> {"a": 1}', False), ("[1]", True), ('{"a": 1} x', True)])
 def test_an_answer_that_is_no_json_object_says_so(scripted, said, warned):
     create, _, says = scripted
     says[0], asked = said, {"model": "tiny", "messages": HELLO, "response_format": {"type": "json_object"}}

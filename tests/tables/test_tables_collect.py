@@ -292,7 +292,7 @@ def test_success_that_is_unknown_is_no_damage(tmp_path, small, collect):
     assert none.numbers == {"final/greedy": (100.0, None)}
     collect()
     record = (tmp_path / "out" / "small.json").read_text()
-    assert "NaN" not in record and "Infinity" not in record and '[0.1, null, 0.3]' in record
+    assert "NaN" not in record and "Infinity" not in record and "[0.1, null, 0.3]" in record
     again = plan_results.read_record(small, tmp_path / "out" / "small.json").cells[Cell("near", "gigpo", 0)]
     assert again.curve == [0.1, None, 0.3]
 

@@ -40,7 +40,8 @@ RELEASED = {
     "rollout.keep": 1,  # every episode is played to its end
     "rollout.reread": True,  # of `keep`
     "rollout.mesh": "",
-    "rollout.store": 0, "env.preload": (),  # not read
+    "rollout.store": 0,
+    "env.preload": (),  # not read
     "rollout.ready_fraction": 1.0,  # all environments in step
     "rollout.thinking": None,  # Qwen2.5's template has no switch
     "reward.source": "",  # the environment's alone
@@ -48,7 +49,8 @@ RELEASED = {
     "reward.time_limit": 60.0,
     "reward.overlong_cache": 0,  # D reward_model.overlong_buffer.enable: false
     "env.budgets": (),  # prompts tell none
-    "env.state_key": "", "advantage.similarity": None,  # D algorithm.gigpo.enable_similarity: false
+    "env.state_key": "",
+    "advantage.similarity": None,  # D algorithm.gigpo.enable_similarity: false
     "learner.unfinished": "train",  # responses that were cut are in the loss
     "advantage.gamma": 0.95,  # H algorithm.gamma
     "advantage.alpha": 1.0,  # H algorithm.hgpo.length_weight_alpha

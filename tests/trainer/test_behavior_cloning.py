@@ -26,7 +26,7 @@ from hgpo_jax.trainer.behavior_cloning import check_words
 from tests.helpers.refusals import refused
 from tests.helpers.tiny import mesh_of
 
-OWN = '''
+OWN = """
 class Mine:
     task_types, max_turns = ("only",), 3
     def __init__(self, tasks: str = ""):
@@ -35,7 +35,7 @@ class Mine:
     def close(self): open("closed", "a").write("x")
     def reset(self, task): return "begin", ["go"]
     def step(self, action): return "end", ["go"], 0.0, True, {"won": False, "admissible": True}
-'''
+"""
 
 
 def key(*fields):
@@ -174,4 +174,3 @@ def test_muon_makes_the_steps_of_the_layers_kernels_orthogonal_and_all_else_take
             assert strong.sum() >= 10 or min(layer.shape) < 10
             assert np.all((along[strong] > 0.6) & (along[strong] < 1.3)), (keystr(path), along)
     assert kernels == 2 * 7  # of the last layer and of those before it
-

@@ -21,8 +21,15 @@ GAMES = Path(__file__).parents[1] / "alfworld" / "data"
 PLAYED = {
     "household": ("--config", "household"),
     "text": ("--config", "text_small", "rollout.prompt_limit=254", "rollout.response_limit=16"),
-    "device text": ("--config", "alfworld_tiny", f"data={GAMES}", "env.split=valid_train", "rollout.prompt_limit=512",
-                    "rollout.prompt_widths=2", "rollout.response_limit=16"),
+    "device text": (
+        "--config",
+        "alfworld_tiny",
+        f"data={GAMES}",
+        "env.split=valid_train",
+        "rollout.prompt_limit=512",
+        "rollout.prompt_widths=2",
+        "rollout.response_limit=16",
+    ),
 }
 SMALL = (
     "iterations=1",

@@ -55,7 +55,9 @@ def fake_job(batches, method, roles=("agent",)):
     left = iter(batches)
     config = load(None, [f"method={method}", f"rollout.prompt_groups={GROUPS}", f"rollout.group_size={MEMBERS}"])
     runner = types.SimpleNamespace(
-        rollout=lambda params, *inputs: RolloutResult(next(left), None), select_tasks=lambda *which: None, roles=roles,
+        rollout=lambda params, *inputs: RolloutResult(next(left), None),
+        select_tasks=lambda *which: None,
+        roles=roles,
         signals=(),
     )
     return Job(config=config, mesh=None, policies={}, tokenizer=None, runner=runner)

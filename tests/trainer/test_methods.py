@@ -20,9 +20,15 @@ from tests.helpers.tiny import MODEL, parameters, sampled_decisions
 from tests.helpers.training import rows_of
 
 TASKS = 256
-SHORT = ["rollout.prompt_groups=16", "cloning.stop_at=0.2", f"evaluation.episodes={TASKS}", "log.tensorboard=false",
-         "evaluation.every=1000",  # at the start
-         "learner.warmup_steps=5", "advantage.invalid_penalty=0.1"]  # of a few iterations; thresholds were found with these
+SHORT = [
+    "rollout.prompt_groups=16",
+    "cloning.stop_at=0.2",
+    f"evaluation.episodes={TASKS}",
+    "log.tensorboard=false",
+    "evaluation.every=1000",  # at the start
+    "learner.warmup_steps=5",
+    "advantage.invalid_penalty=0.1",
+]  # of a few iterations; thresholds were found with these
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +63,7 @@ def test_methods_with_one_ratio_for_each_response(method, low, high):
     rows = rows.replace(old_logp=logp + 0.4 * rng.normal(size=logp.shape).astype(np.float32))
     plain = LearnerConfig(kl_weight=0, entropy_weight=0)
     _, stats, _ = jax.jit(make_policy_loss(MODEL, plain, METHODS[method], 1.0))(parameters(0), None, rows)
-    expected, _ = losses.gspo_loss(
-        logp, rows.old_logp, rows.advantages, rows.response_mask(), clip_low=low, clip_high=high
-    )
+    expected, _ = losses.gspo_loss(logp, rows.old_logp, rows.advantages, rows.response_mask(), clip_low=low, clip_high=high)
     np.testing.assert_allclose(losses.divide(stats["loss"]), expected, rtol=1e-5)
 
 

@@ -138,9 +138,11 @@ CASES = {
     "hgpo": ((), "token-mean", lambda e: estimated(e, "hgpo")),
     "gigpo": (GIGPO, "seq-mean-token-sum", lambda e: estimated(e, "gigpo", normalize="mean_std")),
     "gspo": ((), "seq-mean-token-mean", lambda e: estimated(e, "grpo")),
-    "graphgpo": ((), "token-mean", lambda e: estimated(
-        e, "graphgpo", success=e.success, next_states=e.next_states, normalize="mean_std"
-    )),
+    "graphgpo": (
+        (),
+        "token-mean",
+        lambda e: estimated(e, "graphgpo", success=e.success, next_states=e.next_states, normalize="mean_std"),
+    ),
     "dr_mas": ((), "token-mean", lambda e: estimated(e, "dr_mas", agents=e.agents, normalize="mean_std")),
     "eb_gae": ((), "token-mean", lambda e: estimated(e, "eb_gae")),
     "ppo": ((), "token-mean", lambda e: estimated(e, "gae", **fresh_critic("values"))),

@@ -128,7 +128,7 @@ def test_what_is_quick_out_of_a_cache_does_not_count_as_last_time(clock, capsys,
     assert "compiling: 0:08 (last time 1:00)" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{\"a\": 3}", "[" * 10**5, "NaN", None])
+@pytest.mark.parametrize("content", ["", "[1]", '{"a": 3}', "[" * 10**5, "NaN", None])
 def test_a_damaged_file_of_durations_is_replaced(content, clock, tmp_path):
     file = tmp_path / "cache" / DURATIONS
     if content is not None:
