@@ -66,12 +66,12 @@ class Chat:
 
         Raises ValueError if the question alone does not fit.
         """
-        self.messages.append({"role": "user", "content": question})
-        while len(ids := self._frame.conversation(self._system + self.messages)) > self._limit:
-            if len(self.messages) == 1:
-                self.messages = []
+        messages = [*self.messages, {"role": "user", "content": question}]
+        while len(ids := self._frame.conversation(self._system + messages)) > self._limit:
+            if len(messages) == 1:
                 raise ValueError(f"{len(ids)} tokens; beside a response {self._limit} fit in the context: ask less")
-            del self.messages[:2]
+            del messages[:2]
+        self.messages = messages
         return ids
 
     def answer(self, question: str) -> Iterator[str]:

@@ -22,9 +22,12 @@ from hgpo_jax.serving.requests import (
     SamplingBody,
     SamplingRequest,
     StopStrings,
+    TextPart,
     TooLong,
     function_call,
     function_tool,
+    joined,
+    of_the_client,
     or_text,
     parse,
     strict_tools,
@@ -45,9 +48,8 @@ ERRORS = {
 }
 
 
-class Text(OpenBody):
+class Text(TextPart):
     type: Literal["text"]
-    text: str
 
 
 class Thinking(OpenBody):
@@ -103,7 +105,7 @@ class Message(OpenBody):
         """Returns the message as chat templates take it, to which each result of a tool is a message of its own."""
         if self.role == "assistant":
             calls = [function_call(block.name, block.input, block.id) for block in self.content if isinstance(block, ToolUse)]
-            return [{"role": "assistant", "content": _text(self.content)} | ({"tool_calls": calls} if calls else {})]
+            return [{"role": "assistant", "content": _text(self.content, self.role)} | ({"tool_calls": calls} if calls else {})]
         messages: list[dict[str, Any]] = []
         for are_texts, blocks in itertools.groupby(self.content, lambda block: isinstance(block, Text)):
             if are_texts:
@@ -114,7 +116,7 @@ class Message(OpenBody):
 
 
 class Tool(OpenBody):
-    type: Literal["custom"] = "custom"
+    type: Annotated[Literal["custom"], of_the_client("custom")] = "custom"
     name: str
     description: str | None = None
     input_schema: dict[str, Any]
@@ -170,7 +172,7 @@ class MessagesBody(SamplingBody):
             last = "the last one is the assistant's, from which this server does not go on"
             raise ApiError(400, f"messages: {last}", param="messages")
         blocks = [text for block in self.system if (text := _BILLING.sub("", block.text, count=1)) or not block.text]
-        system = [{"role": "system", "content": "".join(blocks)}] if blocks else []
+        system = [{"role": "system", "content": "\n".join(blocks)}] if blocks else []
         tools = [] if self.tool_choice.type == "none" else self.tools
         conversation = Conversation(
             [*system, *(plain for message in self.messages for plain in message.plain())],
@@ -267,8 +269,8 @@ def _event(kind: str, **content: Any) -> str:
     return event({"type": kind} | content, kind)
 
 
-def _text(blocks: Iterable[OpenBody]) -> str:
-    return "".join(block.text for block in blocks if isinstance(block, Text))
+def _text(blocks: Iterable[OpenBody], role: str = "user") -> str:
+    return joined((block for block in blocks if isinstance(block, Text)), role)
 
 
 def _usage(exchange: Exchange) -> dict[str, int]:

@@ -18,7 +18,9 @@ from hgpo_jax.serving.exchange import Exchange, Piece
 from hgpo_jax.serving.requests import (
     ApiError,
     CalledFunction,
+    ChoiceForm,
     Conversation,
+    FunctionType,
     JsonSchema,
     OpenBody,
     SamplingBody,
@@ -27,6 +29,7 @@ from hgpo_jax.serving.requests import (
     TextPart,
     function_call,
     function_tool,
+    joined,
     or_text,
     parse,
     strict_tools,
@@ -50,7 +53,7 @@ class Function(OpenBody):
 
 
 class Tool(OpenBody):
-    type: Literal["function"]
+    type: FunctionType
     function: Function
 
 
@@ -93,7 +96,7 @@ class Message(OpenBody):
 
     def plain(self) -> dict[str, Any]:
         """Returns the message as a chat template takes it."""
-        text = "".join(part.text for part in self.content or ())
+        text = joined(self.content or (), self.role)
         if self.role == "tool":
             return tool_result(text, self.tool_call_id)
         message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -132,7 +135,7 @@ class ChatBody(CompletionBody):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | Tool = "auto"
+    tool_choice: Annotated[Literal["auto", "none", "required"] | Tool, ChoiceForm] = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     chat_template_kwargs: TemplateOptions = TemplateOptions()

@@ -18,7 +18,9 @@ from hgpo_jax.serving.openai_completions import ChatCompletions, TemplateOptions
 from hgpo_jax.serving.requests import (
     ApiError,
     CalledFunction,
+    ChoiceForm,
     Conversation,
+    FunctionType,
     JsonSchema,
     OpenBody,
     SamplingBody,
@@ -27,6 +29,7 @@ from hgpo_jax.serving.requests import (
     TextPart,
     function_call,
     function_tool,
+    joined,
     or_text,
     parse,
     strict_tools,
@@ -75,13 +78,13 @@ def _items(given: Any) -> Any:
         return [{"type": "message", "role": "user", "content": given}]
     if not isinstance(given, list):
         return given
+    if any(isinstance(item, dict) and item.get("type") == "item_reference" for item in given):
+        raise ValueError("item_reference names what OpenAI's own server has stored; give the item itself")
     return [item | {"type": item.get("type") or "message"} if isinstance(item, dict) else item for item in given]
 
 
 class Tool(OpenBody):
-    """A function that the client calls; tools that run on OpenAI's own server are refused."""
-
-    type: Literal["function"]
+    type: FunctionType
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -89,7 +92,7 @@ class Tool(OpenBody):
 
 
 class ChosenTool(OpenBody):
-    type: Literal["function"]
+    type: FunctionType
     name: str
 
 
@@ -120,7 +123,7 @@ class ResponsesBody(SamplingBody):
     stop: StopStrings = Field(default_factory=list)
     include: list[str] = Field(default_factory=list)
     tools: list[Tool] = Field(default_factory=list)
-    tool_choice: Literal["auto", "none", "required"] | ChosenTool = "auto"
+    tool_choice: Annotated[Literal["auto", "none", "required"] | ChosenTool, ChoiceForm] = "auto"
     parallel_tool_calls: bool = True
     text: TextOptions = TextOptions()
     chat_template_kwargs: TemplateOptions = TemplateOptions()
@@ -161,14 +164,20 @@ class ResponsesBody(SamplingBody):
         for item in self.input:
             if isinstance(item, Message):
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": _text(item.content)})
+                messages.append({"role": role, "content": joined(item.content, role)})
             elif isinstance(item, FunctionCallOutput):
-                messages.append(tool_result(_text(item.output), item.call_id))
+                messages.append(tool_result(joined(item.output), item.call_id))
             elif isinstance(item, FunctionCall):
                 if not (messages and messages[-1]["role"] == "assistant"):
                     messages.append({"role": "assistant", "content": ""})
                 messages[-1].setdefault("tool_calls", []).append(function_call(item.name, item.arguments, item.call_id))
         return messages
+
+
+class InputTokensBody(ResponsesBody):
+    """The body of a request to count a prompt's tokens. model: by default the one that is served."""
+
+    model: str = ""
 
 
 class Responses(Dialect):
@@ -294,10 +303,6 @@ class Responses(Dialect):
 
 def _part(text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": [*logprobs]}
-
-
-def _text(parts: list[Part]) -> str:
-    return "".join(part.text for part in parts)
 
 
 def _usage(exchange: Exchange) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BeforeValidator, Field
@@ -246,6 +246,34 @@ class TextPart(OpenBody):
         if isinstance(part, dict) and part.get("type") == "refusal" and "text" not in part:
             return {name: value for name, value in part.items() if name != "refusal"} | {"text": part.get("refusal")}
         return part
+
+
+def joined(parts: Iterable[TextPart], role: str = "user") -> str:
+    """Returns the text of a message's parts: each on lines of its own, as in vLLM, but those of an answer as they were said."""
+    return ("" if role == "assistant" else "\n").join(part.text for part in parts)
+
+
+def of_the_client(kind: str) -> BeforeValidator:
+    """Refuses a tool of another type than this, as web_search, which the API's own server runs."""
+
+    def check(given: Any) -> Any:
+        if given != kind:
+            raise ValueError(f"{given!r:.50} is not served here; give tools of type {kind}, which the client runs")
+        return given
+
+    return BeforeValidator(check)
+
+
+FunctionType = Annotated[Literal["function"], of_the_client("function")]
+
+
+def _is_choice(choice: Any) -> Any:
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        raise ValueError("allowed_tools is not served here; give those tools alone as tools")
+    return choice
+
+
+ChoiceForm = BeforeValidator(_is_choice)  # of OpenAI's tool_choice
 
 
 def or_text(kind: str) -> BeforeValidator:

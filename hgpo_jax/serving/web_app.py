@@ -34,14 +34,14 @@ from hgpo_jax.policy.tokenizer import generation_of
 from hgpo_jax.rollout.chat_prompts import MAX_CHARACTERS_PER_TOKEN
 from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving.answer_forms import form_of
-from hgpo_jax.serving.anthropic_messages import CountBody, Messages
+from hgpo_jax.serving.anthropic_messages import CountBody, Messages, MessagesBody
 from hgpo_jax.serving.branches import parent_of, path, prompt_ids
 from hgpo_jax.serving.dialect import Dialect
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.exchange import Exchange, ServedPrompt
 from hgpo_jax.serving.grammars import INSTALL, Grammars
 from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions
-from hgpo_jax.serving.openai_responses import Responses
+from hgpo_jax.serving.openai_responses import InputTokensBody, Responses, ResponsesBody
 from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest, TooLong, parse
 from hgpo_jax.serving.sessions import OpenSessions, Place, RewardRequest, Session, Sessions, Turn, place_of
 from hgpo_jax.serving.text import ServedText
@@ -56,6 +56,12 @@ DIALECTS: dict[str, type[Dialect]] = {
     "/messages": Messages,
 }
 COUNT_TOKENS = "/messages/count_tokens"
+COUNTS: dict[
+    str, tuple[type[MessagesBody | ResponsesBody], dict[str, str]]
+] = {  # body of the request, further fields of the answer
+    COUNT_TOKENS: (CountBody, {}),
+    "/responses/input_tokens": (InputTokensBody, {"object": "response.input_tokens"}),
+}
 GRACE = 30.0  # timeout in seconds for a body to arrive, and for the rest of an answer to be read
 
 
@@ -95,7 +101,8 @@ class Api:
         # In training a session's own decoding applies.
         self._usual = Decoding() if isinstance(sessions, Sessions) else published_decoding(generation_of(tokenizer))
         posted: dict[str, Any] = {path: functools.partial(self._endpoint, kind) for path, kind in DIALECTS.items()}
-        posted |= {"/sessions/{name}/reward": self._reward, COUNT_TOKENS: self._count_tokens}
+        posted |= {path: functools.partial(self._count_tokens, *form) for path, form in COUNTS.items()}
+        posted["/sessions/{name}/reward"] = self._reward
         read = {"/models": self._models, "/models/{name:path}": self._a_model}
         self._app = Starlette(
             routes=[
@@ -184,16 +191,24 @@ class Api:
                 raise
         return JSONResponse(session.describe())
 
-    async def _count_tokens(self, request: Request) -> Response:
+    async def _count_tokens(
+        self, form: type[MessagesBody | ResponsesBody], about: dict[str, str], request: Request
+    ) -> Response:
         """Counts the tokens of a prompt, which may be longer than this server reads."""
-        counted = parse(CountBody, await self._body(request)).request()
-        self._check_model(counted.model)
+        counted = parse(form, await self._body(request)).request()
+        self._check_model(counted.model or self._model)
         prompt = await asyncio.to_thread(self._prompt_of, counted.prompt, (), "")
-        return JSONResponse({"input_tokens": len(prompt.ids)})
+        return JSONResponse(about | {"input_tokens": len(prompt.ids)})
 
     async def _endpoint(self, kind: type[Dialect], request: Request):
         """Returns the answer to a request in a dialect, as an ASGI application."""
-        dialect = kind(await self._body(request))
+        try:
+            dialect = kind(await self._body(request))
+        except ApiError as error:
+            if error.status == 413 and isinstance(self._sessions, Sessions):  # longer than any prompt
+                key = self._key_of(request)
+                self._sessions.find(key, key).overflowed = True
+            raise
         self._check_model(dialect.request.model)
         if dialect.request.n > self._engine.room:
             places = f"this server's {self._engine.room} places"

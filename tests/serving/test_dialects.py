@@ -58,30 +58,32 @@ def of_messages(name, thing):
 
 CONVERSATION = {
     ChatCompletions: {"messages": [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "A desk?"},
-        {"role": "assistant", "content": "I look.", "tool_calls": [of_chat("look", "desk"), of_chat("go", "désk")]},
-        {"role": "tool", "tool_call_id": "call_1", "content": "A desk."}, {"role": "tool", "content": "You are there."},
-        {"role": "user", "content": "And now?"}, {"role": "assistant", "tool_calls": [of_chat("look", "bed")]},
+        {"role": "system", "content": text("text", "Be", "brief.")}, {"role": "user", "content": "A desk?"},
+        {"role": "assistant", "content": text("text", "I ", "look."),
+         "tool_calls": [of_chat("look", "desk"), of_chat("go", "désk")]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "A desk."}, {"role": "tool", "content": "You are\nthere."},
+        {"role": "user", "content": "And\nnow?"}, {"role": "assistant", "tool_calls": [of_chat("look", "bed")]},
         {"role": "tool", "content": ""}, {"role": "assistant", "content": "Done."}, {"role": "user", "content": "Go on."},
     ]},
-    Responses: {"instructions": "Be brief.", "input": [
+    Responses: {"instructions": "Be\nbrief.", "input": [
         {"role": "user", "content": "A desk?"},
         {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant",
          "content": [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]},
         of_responses("look", "desk") | {"id": "fc_1", "status": "completed"}, of_responses("go", "désk"),
         {"type": "function_call_output", "call_id": "call_1", "output": "A desk."},
-        {"type": "function_call_output", "call_id": "call_2", "output": text("input_text", "You are", " there.")},
-        {"type": "message", "role": "user", "content": text("input_text", "And ", "now?")}, of_responses("look", "bed"),
+        {"type": "function_call_output", "call_id": "call_2", "output": text("input_text", "You are", "there.")},
+        {"type": "message", "role": "user", "content": text("input_text", "And", "now?")}, of_responses("look", "bed"),
         {"type": "function_call_output", "call_id": "call_1", "output": ""},
         {"role": "assistant", "content": "Done."}, {"role": "user", "content": "Go on."},
     ]},
-    Messages: {"system": text("text", "Be ", "brief."), "messages": [
+    Messages: {"system": text("text", "Be", "brief."), "messages": [
         {"role": "user", "content": "A desk?"},
-        {"role": "assistant", "content": [*text("text", "I look."), of_messages("look", "desk"), of_messages("go", "désk")]},
+        {"role": "assistant",
+         "content": [*text("text", "I ", "look."), of_messages("look", "desk"), of_messages("go", "désk")]},
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "toolu_1", "content": "A desk."},
-            {"type": "tool_result", "tool_use_id": "toolu_1", "content": text("text", "You are", " there.")},
-            *text("text", "And ", "now?"),
+            {"type": "tool_result", "tool_use_id": "toolu_1", "content": text("text", "You are", "there.")},
+            *text("text", "And", "now?"),
         ]},
         {"role": "assistant", "content": [of_messages("look", "bed")]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "toolu_1"}]},
@@ -250,7 +252,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
         (Messages, {"messages": [{"role": "user", "content": []}]}, "messages.0: a message of the user needs"),
         (Messages, {"messages": [{"role": "user", "content": [of_messages("x", "y")]}]}, "user has no blocks of type tool_use"),
         (Messages, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: Input should be"),
-        (Messages, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "tools.0.type: Input should be 'custom'"),
+        (Messages, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "'web_search_20250305' is not served here; give tools of"),
         (Messages, {"tool_choice": {"type": "any"}}, "tool_choice: a call needs tools"),
         (Messages, {"tool_choice": {"type": "tool"}}, "tool_choice: a name goes with the type tool"),
         (Messages, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: needs the package"),
@@ -260,11 +262,12 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
         (Responses, {"conversation": "conv_1"}, "conversation: this server stores nothing"),
         (Responses, {"prompt": {"id": "x"}}, "prompt: this server stores nothing"),
         (Responses, {"background": True}, "background: this server cannot do that"),
-        (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "input.0: Input tag 'item_reference' found"),
+        (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "stored; give the item itself"),
         (Responses, {"input": []}, "input: List should have at least 1 item"),
         (Responses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
          "content.0.type: Input should be 'input_text', 'output_text' or"),
-        (Responses, {"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
+        (Responses, {"tools": [{"type": "web_search"}]}, "'web_search' is not served here; give tools of type"),
+        (Responses, {"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice: allowed_tools is not served"),
         (Responses, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format: needs the package"),
         (Responses, {"input": [of_responses("x", "y") | {"arguments": 5}]}, "arguments: Input should be an object"),
         (Messages, {"messages": [*HELLO, {"role": "assistant", "content": "{"}]}, "messages: the last one is the assistant's"),
@@ -358,13 +361,25 @@ def test_a_key_in_either_header(stage, key):
     assert len(session.turns) == 1
 
 
-def test_tokens_are_counted_without_an_answer(stage):
-    """What is wrong is said as Anthropic does."""
-    body = USUAL[Messages] | {"tools": TOOLS[Messages]}
-    counted = {name: value for name, value in body.items() if name != "max_tokens"}
-    status, _, told = raw(stage.port, post(json.dumps(counted), "/v1/messages/count_tokens"))
-    _, _, answer = raw(stage.port, post(json.dumps(body), "/v1/messages"))
-    assert status == 200 and json.loads(told) == {"input_tokens": json.loads(answer)["usage"]["input_tokens"]}
+def test_a_body_that_is_longer_than_any_prompt_has_exceeded_the_context(stage):
+    session = Session("sesame", 2)
+    with served(stage.engine, stage, sessions=Sessions([session])) as port:
+        head, _, rest = post("x" * 10**6, PATHS[Messages]).partition(b"Content-Length")
+        assert raw(port, head + KEYS[0].format("sesame").encode() + b"Content-Length" + rest)[0] == 413
+    assert session.overflowed
+
+
+@pytest.mark.parametrize(("dialect", "count", "without", "wrong", "more"), [
+    (Messages, "count_tokens", "max_tokens", "messages", {}),
+    (Responses, "input_tokens", "model", "input", {"object": "response.input_tokens"}),
+])  # fmt: skip
+def test_tokens_are_counted_without_an_answer(stage, dialect, count, without, wrong, more):
+    """What is wrong is said as the API does."""
+    path, body = f"/v1/{dialect.__name__.lower()}", USUAL[dialect] | {"tools": TOOLS[dialect]}
+    counted = {name: value for name, value in body.items() if name != without}
+    status, _, told = raw(stage.port, post(json.dumps(counted), f"{path}/{count}"))
+    _, _, answer = raw(stage.port, post(json.dumps(body), path))
+    assert status == 200 and json.loads(told) == more | {"input_tokens": json.loads(answer)["usage"]["input_tokens"]}
     assert len(stage.engine.prompts) == 1
-    status, _, told = raw(stage.port, post(json.dumps(counted | {"messages": []}), "/v1/messages/count_tokens"))
-    assert status == 400 and json.loads(told)["type"] == "error"
+    status, _, told = raw(stage.port, post(json.dumps(counted | {wrong: []}), f"{path}/{count}"))
+    assert status == 400 and ("type" in json.loads(told)) == (dialect is Messages)
