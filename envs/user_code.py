@@ -207,7 +207,7 @@ def _typed(name: str, value: Any, annotation: Any) -> Any:
             return yaml.safe_load(value)
     kinds = {annotation, *get_args(annotation)}
     optional = get_origin(annotation) in (Union, UnionType)
-    if value == "none" and type(None) in kinds:  # as in a configuration
+    if value in ("none", "null") and type(None) in kinds:  # as in a configuration
         return None
     choices = kinds if optional else {annotation}
     origins = [origin for kind in choices if inspect.isclass(origin := get_origin(kind) or kind)]

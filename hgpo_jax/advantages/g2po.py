@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from hgpo_jax.advantages.gagpo import among_peers, state_values
 from hgpo_jax.advantages.gigpo import step_advantages, with_episode
 from hgpo_jax.advantages.record import Batch, Estimate
-from hgpo_jax.advantages.returns import episode_magnitudes, episode_scores, following, last_steps, step_returns
+from hgpo_jax.advantages.returns import episode_magnitudes, episode_scores, following, last_steps
 
 
 def g2po(
@@ -30,7 +30,7 @@ def g2po(
         A_EC, edge-centric: V(s') - V(s), among all steps of the prompt group, without the penalty.
     normalize: `mean_std`, as on ALFWorld, divides all three parts by (sample std + 1e-6); WebShop's recipe is `mean`.
     The record's two levels are the prompt group (-1), whose advantage is the episode's, and the state's group (0) with
-    A_NC + A_EC.
+    A_NC + A_EC; its `returns` are what A_NC compares.
     """
     ended = last_steps(batch.mask)
     at_the_end = batch._replace(rewards=jnp.where(ended, episode_scores(batch), 0.0))
@@ -41,5 +41,5 @@ def g2po(
     penalised = after - invalid_penalty * batch.invalid
     node, sizes = step_advantages(batch, penalised, magnitudes, normalize)
     edge = among_peers(batch, after - gamma * values, magnitudes, normalize)
-    returns = step_returns(batch, gamma, invalid_penalty)
-    return with_episode(batch, returns, node + edge, sizes, step_weight, statistics, normalize, invalid_penalty)
+    compared = jnp.where(batch.mask, penalised, 0.0)
+    return with_episode(batch, compared, node + edge, sizes, step_weight, statistics, normalize, invalid_penalty)

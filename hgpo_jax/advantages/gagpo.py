@@ -6,6 +6,7 @@ import jax
 
 from hgpo_jax.advantages import grouping
 from hgpo_jax.advantages.gae import generalized_advantages
+from hgpo_jax.advantages.gigpo import compare_in
 from hgpo_jax.advantages.record import Batch, Estimate
 from hgpo_jax.advantages.returns import penalties, return_magnitudes, step_returns
 
@@ -44,10 +45,4 @@ def state_values(batch: Batch, gamma: float) -> tuple[jax.Array, jax.Array]:
 def among_peers(batch: Batch, values: jax.Array, magnitudes: jax.Array, normalize: str) -> jax.Array:
     """Returns f32[B, T] against all steps of the prompt group (of a role), f32[B, T]; options as in `step_advantages`."""
     steps = grouping.sort_steps([batch.peers], batch.mask)
-    segment = steps.segments[0]
-    size = grouping.group_size(segment)
-    ordered = grouping.steps_in_order(values, steps)
-    centred = grouping.group_deviations(ordered, segment, size, grouping.steps_in_order(magnitudes, steps))
-    if normalize == "mean_std":
-        centred = centred / (grouping.group_std(centred, segment, size - 1) + grouping.EPSILON)
-    return grouping.steps_in_place(centred, steps, batch.mask.shape)
+    return compare_in(steps.segments[0], steps, values, magnitudes, normalize)[0]

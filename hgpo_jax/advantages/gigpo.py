@@ -36,14 +36,19 @@ def step_advantages(batch: Batch, returns: jax.Array, magnitudes: jax.Array, nor
     `mean_std` divides by (sample std + 1e-6). A state visited once gives 0.
     """
     steps = grouping.sort_contexts(batch, history_length=0)
-    segment = steps.segments[1]
+    return compare_in(steps.segments[1], steps, returns, magnitudes, normalize)
+
+
+def compare_in(
+    segment: jax.Array, steps: grouping.Sorted, values: jax.Array, magnitudes: jax.Array, normalize: str
+) -> tuple[jax.Array, jax.Array]:
+    """Returns f32[B, T] against the others of their groups, `segment` i32[B T] of the ordered steps: as `step_advantages`."""
     size = grouping.group_size(segment)
-    ordered = grouping.steps_in_order(returns, steps)
+    ordered = grouping.steps_in_order(values, steps)
     advantages = grouping.group_deviations(ordered, segment, size, grouping.steps_in_order(magnitudes, steps))
     if normalize == "mean_std":
         advantages = advantages / (grouping.group_std(advantages, segment, size - 1) + grouping.EPSILON)
-    shape = batch.mask.shape
-    return grouping.steps_in_place(advantages, steps, shape), grouping.steps_in_place(size, steps, shape)
+    return grouping.steps_in_place(advantages, steps, values.shape), grouping.steps_in_place(size, steps, values.shape)
 
 
 def with_episode(

@@ -46,28 +46,31 @@ def milegpo(
     the same state. Traps are observations of failures alone, of two or more or twice in one, scored 0.1 or more (eq. 6).
     residual: eta. coverage: theta_m; a milestone without evidence of progress keeps its score if this share of successes visit
         it, or with `branch_alone` if it has better success than a sibling; else its score is multiplied by `shrink`.
-    The defaults are ALFWorld's; WebShop's are residual=1, coverage=0.5, shrink=0.5, branch_alone=True, normalize="mean".
+    The defaults are ALFWorld's, the only ones that training has. WebShop's are residual=1, coverage=0.5, shrink=0.5,
+    branch_alone=True, normalize="mean".
 
     Two trajectories that lead from one state to the same next one share an edge, whatever their actions. The paper does not say
     whether `success` counts where degrees and progress are normalised; here it has no degree, and counts for progress. An
     invalid action's penalty is in both returns. The record's two levels are the prompt group (-1), whose advantage is the
-    episode's, and the state's group (0).
+    episode's, and the state's group (0); its `returns` are r_G and `residual` times what A_mix adds.
     """
     graph = transition_graph(batch, next_states, success)
     nodes = visits(batch, graph, success)
-    milestones = calibrated(batch, graph, nodes, success, coverage, shrink, branch_alone)
-    rise = rises(graph, milestones) - TRAP_WEIGHT * rises(graph, traps(nodes))
-
     distance = to_success(graph)
+    milestones = calibrated(batch, graph, nodes, distance, success, coverage, shrink, branch_alone)
+    rise = rises(graph, milestones) - TRAP_WEIGHT * rises(graph, traps(nodes))
     reached = distance[graph.target] < distance.size
     graph_return = jnp.where(reached, SCALE * GRAPH_DISCOUNT ** distance[graph.target].astype(jnp.float32), 0.0)
-    compared = []
-    for returns in (graph_return, graph_return + SCALE * SHAPING * rise):
-        returns = jnp.where(batch.mask, returns.reshape(batch.mask.shape), 0.0) - penalties(batch, invalid_penalty)
-        advantages, sizes = step_advantages(batch, returns, jnp.abs(returns), normalize)
-        compared.append(advantages)
-    step = compared[0] + residual * (compared[1] - compared[0])
-    return with_episode(batch, returns, step, sizes, 1.0, statistics, normalize, invalid_penalty)
+
+    def returns(shaping: float) -> jax.Array:
+        each = jnp.where(batch.mask, (graph_return + shaping * rise).reshape(batch.mask.shape), 0.0)
+        return each - penalties(batch, invalid_penalty)
+
+    plain, mixed = returns(0.0), returns(SCALE * SHAPING)
+    (by_graph, sizes), (by_both, _) = (step_advantages(batch, each, jnp.abs(each), normalize) for each in (plain, mixed))
+    step = by_graph + residual * (by_both - by_graph)
+    together = returns(residual * SCALE * SHAPING)
+    return with_episode(batch, together, step, sizes, 1.0, statistics, normalize, invalid_penalty)
 
 
 class Nodes(NamedTuple):
@@ -147,9 +150,19 @@ def rises(graph: Graph, scores: jax.Array) -> jax.Array:
 
 
 def calibrated(
-    batch: Batch, graph: Graph, nodes: Nodes, success: jax.Array, coverage: float, shrink: float, branch_alone: bool
+    batch: Batch,
+    graph: Graph,
+    nodes: Nodes,
+    distance: jax.Array,
+    success: jax.Array,
+    coverage: float,
+    shrink: float,
+    branch_alone: bool,
 ) -> jax.Array:
-    """Returns the milestones' scores by node (eq. 5, 18) as shares of the prompt group's largest, f32[2 B T]."""
+    """Returns the milestones' scores by node (eq. 5, 18) as shares of the prompt group's largest, f32[2 B T].
+
+    distance: of each node from success, as `to_success` returns it.
+    """
     number = nodes.group.size
     row = jnp.broadcast_to(jnp.arange(batch.mask.shape[0], dtype=jnp.int32)[:, None], batch.mask.shape)
     rows = grouping.sort_steps([graph.source.reshape(row.shape), graph.target.reshape(row.shape), row], batch.mask)
@@ -166,7 +179,6 @@ def calibrated(
     branch = largest(jnp.where(margin > 0, better, 0.0), target, number)
 
     # Local progress (eq. 15, 16).
-    distance = to_success(graph)
     known = (distance[source] < number) & (distance[target] < number)
     nearer = jnp.where(known, distance[source] - distance[target], 0)
     excess = jnp.where(siblings > 0, jnp.maximum(-margin, 0.0), jnp.maximum(nodes.base - nodes.rate, 0.0)[target])

@@ -60,6 +60,7 @@ AVAILABLE_ARRAYS = {
 }
 
 TEAM_REWARD = "reward"  # its name in `roles.NAME.reward`, beside those of signals
+SIGNALS_ARE_REWARDS = ("gdpo", "dvao")
 FIRST_SIGNAL = {"beacon": "milestones", "hbpo": "budget"}  # what an estimator takes the first signal for, by its name
 
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() >= set(parameters(name)[0])} | {

@@ -63,7 +63,7 @@ class PartialRollout:
             self._end(ended)
             return len(self._complete) >= self._wanted
 
-        counts = {"decode_steps": 0.0}
+        counts = {"decode_steps": 0.0, "slot_use": 0.0}
         if not enough(()):
             carried = Carried(going_on, lambda episode: int(self._started[episode // self._size]), enough)
             given = params, *self._tasks_and_keys(), self._decoding

@@ -12,7 +12,7 @@ from hgpo_jax.advantages import parameters
 from hgpo_jax.config import Config
 from hgpo_jax.envs.protocol import TextExpert
 from hgpo_jax.learner.loss_table import check_loss_numbers
-from hgpo_jax.learner.methods import FIRST_SIGNAL, TEAM_REWARD, check_numbers, method_named
+from hgpo_jax.learner.methods import FIRST_SIGNAL, SIGNALS_ARE_REWARDS, TEAM_REWARD, check_numbers, method_named
 from hgpo_jax.policy import LoraConfig, ModelConfig, Policy, initialize, load_policy
 from hgpo_jax.policy.tokenizer import word_tokenizer
 from hgpo_jax.rollout.backend import backend
@@ -198,6 +198,10 @@ def check_signals(config: Config, own: tuple[str, ...], names: tuple[str, ...]) 
     if config.env.budgets and own.count(BUDGET) > 1:
         given = ",".join(map(str, config.env.budgets))
         raise ConfigError(f"env.budgets={given}: env.name={config.env.name} has a signal {BUDGET} of its own; leave it out")
+    if config.env.budgets and method.estimator in SIGNALS_ARE_REWARDS:
+        given = ",".join(map(str, config.env.budgets))
+        why = f"method={config.method} would take an episode's budget for a reward; leave one of the two out"
+        raise ConfigError(f"env.budgets={given}: {why}")
     if len(set(names)) < len(names):
         raise ConfigError(
             f"reward.source={config.reward.source}: signals are {', '.join(names)}, of which env.name={config.env.name} has "

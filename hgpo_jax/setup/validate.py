@@ -16,7 +16,7 @@ from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART, parameters
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
-from hgpo_jax.config.schema import Config, EnvConfig, PolicyConfig
+from hgpo_jax.config.schema import CloningConfig, Config, EnvConfig, PolicyConfig
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, TEAM_REWARD, Method, method_named
@@ -26,7 +26,7 @@ from hgpo_jax.rollout.chat_prompts import load_template, template_names
 from hgpo_jax.rollout.environments import ENVIRONMENTS, Environment, environment, max_turns
 from hgpo_jax.rollout.reward_workers import reward_function
 from hgpo_jax.rollout.state_keys import state_key_function
-from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.errors import ConfigError, one_line
 
 # Estimators that compare only the episodes of a prompt group: a single one equals its own mean, or has no baseline.
 COMPARE_EPISODES = ("adora", "dr_mas", "dvao", "g2rpo", "gbpo", "gdpo", "grpo", "hapo", "hbpo", "reinforce_pp_baseline", "rloo")
@@ -133,9 +133,15 @@ def _check_environment(config: Config, entry: Environment, rollout_backend: Back
 
 def _check_template(env: EnvConfig, entry: Environment) -> None:
     """Checks that a template does not ask for a listed action where an environment reads whole responses."""
-    if not env.template or not entry.free_text or not load_template(entry.template).bare:
+    if not env.template:
         return
-    template = load_template(env.template)
+    try:
+        template = load_template(env.template)
+    except (ValueError, OSError) as error:
+        said = str(error).removeprefix(f"template={env.template}: ")
+        raise ConfigError(one_line(f"env.template={env.template}: {said}")) from None
+    if not entry.free_text or not load_template(entry.template).bare:
+        return
     if not template.bare and "commands" in template.slots:
         chats = [name for name in template_names() if name == f"{entry.template}_conversation"]
         mend = f"leave it out, or give {chats[0]} for a chat" if chats else "leave it out"
@@ -338,6 +344,11 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
         **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
+        **{
+            f"cloning.{name}": (config.warm_start == "cloning", "warm_start=none clones nothing; leave it out")
+            for name in CloningConfig.model_fields
+            if name != "seed"  # random weights are drawn by it, too
+        },
         "learner.mask_": (
             config.learner.rollout_correction == "mask",
             "nothing is masked; give learner.rollout_correction=mask",

@@ -78,7 +78,7 @@ BY_ROLE = [
     ("reinforce_pp_baseline", {}),
     ("rloo", {"statistics": "per_trajectory"}),
 ]
-RETURNS = {"hgpo", "g2po", "gigpo", "ecpo", "eb_gae", "eb_td", "gagpo", "pgpo", "reinforce_pp"}  # what these compare
+RETURNS = {"hgpo", "gigpo", "ecpo", "eb_gae", "eb_td", "gagpo", "pgpo", "reinforce_pp"}  # what these compare
 
 
 def run(name, options, batch):

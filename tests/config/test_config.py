@@ -133,6 +133,8 @@ def test_mistakes_in_a_file(tmp_path):
         ("learner:\n  lrr: 1\n", r"learner\.lrr=1: no such field; did you mean learner\.lr\?"),
         ("rollout: {chunk: 64}\n", r"rollout\.chunk=64: is now called rollout\.decode_batch_size$"),
         ("learner: {beta1: 0.9}\n", r"learner\.beta1=0\.9: is fixed at 0\.9$"),
+        ("roles: {1: {lr: 1}}\n", "roles: 1 is no name; names are text$"),
+        ("learner: {loss_options: {1: 2}}\n", r"learner\.loss_options: 1 is no name; names are text$"),
         ("roles: {searcher: {template: text}}\n", r"roles\.searcher\.template='text': is env\.template for every role$"),
     ):  # fmt: skip
         (tmp_path / "run.yaml").write_text(content)
@@ -165,6 +167,8 @@ TOGETHER = [
       for name in ("dr_mas", "ppo")),
     (["advantage.statistics=per_trajectory"], "method=hgpo compares no whole episodes",
      [["advantage.statistics=per_trajectory", f"method={name}"] for name in ("grpo", "dapo", "rloo")]),
+    *(([f"env.template={file}", f"env.name={name}"], said, []) for name in ("math", "household_text") for file, said in (
+        ("nope", "no such file; give one, or alfworld, "), (__file__, "needs the sections == first ="))),
     (["method=hiper"], "which env.name=household does not have", [["method=hiper", "env.name=household_subgoals"]]),
     (["method=hiper", "env.name=household_text"], "which env.name=household_text does not have",
      [["rollout.group_size=1", f"method={name}"] for name in ("hgpo", "gigpo", "ppo", "reinforce_pp")]),
@@ -182,6 +186,7 @@ def test_fields_that_do_not_go_together(fields, said, fine):
 
 UNREAD = [
     (["learner.mask_token=0.3"], ["learner.rollout_correction=mask"], "nothing is masked; give learner.rollout_correction="),
+    (["cloning.lr=1e-2", "warm_start=none"], ["warm_start=cloning"], "warm_start=none clones nothing"),
     (["critic.lr=1e-2"], ["method=ppo"], "method=hgpo has no critic"),
     (["lora.alpha=8"], ["lora.rank=2"], "there are no adapters; give lora.rank, too"),
     (["lora.targets=q_proj", "lora.rank=0"], ["roles.carrier.lora_rank=2", "env.name=household_team"], "there are no adapters"),

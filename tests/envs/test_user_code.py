@@ -195,7 +195,7 @@ def test_lists_may_be_optional():
 
     given = {"names": "x,y", "sizes": 3, "text": "a,b"}
     assert user_code.options(make, given) == {"names": ["x", "y"], "sizes": (3,), "text": "a,b"}
-    assert user_code.options(make, {"names": "none"}) == {"names": None}
+    assert user_code.options(make, {"names": "none", "sizes": "null"}) == {"names": None, "sizes": None}
 
 
 def test_collections_of_any_annotation():

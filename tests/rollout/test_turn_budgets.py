@@ -12,7 +12,7 @@ from hgpo_jax.rollout.chat_prompts import load_template
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.runners import _chat_format
 from hgpo_jax.rollout.scripted_play import play as scripted
-from hgpo_jax.rollout.turn_budgets import goal_of, with_budget
+from hgpo_jax.rollout.turn_budgets import BUDGET, goal_of, with_budget
 from hgpo_jax.rollout.workers import EnvFailure, EnvOutput
 from hgpo_jax.setup.build import check_signals
 from hgpo_jax.setup.validate import check_together
@@ -130,6 +130,13 @@ def test_a_template_that_tells_no_goal_is_refused(tmp_path):
 @pytest.mark.parametrize("fields", [["env.budgets=5,5,20"], ["env.budgets=7", "env.max_turns=7"]])
 def test_what_may_be_told(fields):
     check_together(load(None, ["env.name=household_text", "rollout.group_size=6", *fields]))
+
+
+@pytest.mark.parametrize("method", ["gdpo", "dvao"])
+def test_a_budget_is_no_reward(method):
+    config = load(None, [*TEXT, f"method={method}", "env.budgets=5,10"])
+    with refused(f"env.budgets=5,10: method={method} would take an episode's budget for a reward; leave one", ConfigError):
+        check_signals(config, (BUDGET,), (BUDGET, "mine"))
 
 
 def test_hbpo_asks_for_them():

@@ -252,7 +252,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
         (Messages, {"messages": [{"role": "user", "content": []}]}, "messages.0: a message of the user needs"),
         (Messages, {"messages": [{"role": "user", "content": [of_messages("x", "y")]}]}, "user has no blocks of type tool_use"),
         (Messages, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: Input should be"),
-        (Messages, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "'web_search_20250305' is not served here; give tools of"),
+        (Messages, {"tools": [{"type": "web_search_20250305", "name": "x"}]}, "not served here; give tools of type custom"),
         (Messages, {"tool_choice": {"type": "any"}}, "tool_choice: a call needs tools"),
         (Messages, {"tool_choice": {"type": "tool"}}, "tool_choice: a name goes with the type tool"),
         (Messages, {"output_config": {"format": {"type": "json_schema"}}}, "output_config.format: needs the package"),
