@@ -223,9 +223,12 @@ def _refuse_incomplete(name: str, has: Callable[[str], bool], needed: dict[str, 
             raise ValueError(f"{name} lacks {member}: {meaning}")
 
 
-def play(env, task: int, picture: Path | None = None) -> None:
-    """Plays one episode, until it ends or the player quits. picture: the file of the environment's picture, if it has one."""
-    observation, commands = _answer(env.reset, task)
+def play(env, task: int, picture: Path | None = None, call: Callable = lambda function, argument: function(argument)) -> None:
+    """Plays one episode, until it ends or the player quits.
+
+    picture: the file of the environment's picture, if it has one. call: calls a function of the environment.
+    """
+    observation, commands = call(env.reset, task)
     begun = members(BegunTextEnv, beyond=TextEnv)
     _refuse_incomplete("the environment after reset(task)", functools.partial(hasattr, env), begun)
     print(f"Task: {printable(env.goal)}\n")
@@ -239,7 +242,7 @@ def play(env, task: int, picture: Path | None = None) -> None:
             return
         if action.isdecimal() and 1 <= int(action) <= len(commands):
             action = commands[int(action) - 1]
-        observation, commands, reward, done, info = _answer(env.step, action)
+        observation, commands, reward, done, info = call(env.step, action)
         _refuse_incomplete("the info of step(action)", info.__contains__, INFO)
         print()
         if not info["admissible"]:
@@ -252,12 +255,12 @@ def play(env, task: int, picture: Path | None = None) -> None:
     print(f"\n{outcome} after {turn} turns: reward {reward:g}{score}.")
 
 
-def _answer(call: Callable, argument):
-    """Returns what an environment answers. Raises ValueError for any error of it."""
+def _call_users(function: Callable, argument):
+    """Calls a function of a user's environment. Raises ValueError for any error of it."""
     try:
-        return call(argument)
+        return function(argument)
     except user_code.ERRORS as error:
-        raise ValueError(f"{call.__name__}({argument!r:.80}) fails with {user_code.describe_error(error)}") from None
+        raise ValueError(f"{function.__name__}({argument!r:.80}) fails with {user_code.describe_error(error)}") from None
 
 
 def _show(env, observation: str, picture: Path | None) -> None:
@@ -288,7 +291,7 @@ def main() -> None:
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # typeshed says TextIO
     env, task = args.start(args)
     try:
-        play(env, task, getattr(args, "picture", None))
+        play(env, task, getattr(args, "picture", None), **({"call": _call_users} if args.start is own_environment else {}))
     finally:
         getattr(env, "close", lambda: None)()
 

@@ -98,7 +98,7 @@ def refuse_occupied(target: Path) -> None:
 def policy_folder(source: str | Path) -> Path:
     """Returns the Hugging Face folder of a run's policy, or the one that `find` finds. Raises ValueError if there is none."""
     folder = find(remote.local(str(source)))
-    if not (folder / "config.yaml").is_file():
+    if (folder / "config.json").is_file() or not (folder / "config.yaml").is_file():
         return folder
     if sets := cli.policies_of(folder):
         raise ValueError(f"run {folder}: its roles have policies of their own; give one of {', '.join(map(str, sets))}")

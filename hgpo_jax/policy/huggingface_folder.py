@@ -41,7 +41,9 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
+    "tokenizer.model",
     "chat_template.jinja",
     "chat_template.json",
 )
@@ -110,7 +112,8 @@ def read_config(folder: Path) -> ModelConfig:
     Raises:
       ValueError: config.json is missing or broken, or needs features that `Qwen2` does not implement.
     """
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    whole = (folder / "config.json").exists() and any(folder.glob("model*.safetensors"))
+    if (folder / "adapter_config.json").exists() and not whole:
         base = read_json(folder, "adapter_config.json").get("base_model_name_or_path")
         raise ValueError(
             f"policy {folder}: holds adapters of {base or 'another policy'}; merge them first (peft's merge_and_unload), "
@@ -130,7 +133,7 @@ def read_config(folder: Path) -> ModelConfig:
     missing = [name for name in REQUIRED_FIELDS if name not in raw]
     if missing:
         raise ValueError(f"policy {folder}: config.json lacks {missing[0]}")
-    rope, layers = raw.get("rope_parameters") or raw.get("rope_scaling") or {}, raw.get("layer_types") or []
+    rope, layers = raw.get("rope_scaling") or raw.get("rope_parameters") or {}, raw.get("layer_types") or []
     if not isinstance(rope, dict) or not isinstance(layers, list):
         name = "layer_types" if isinstance(rope, dict) else "rope_scaling"
         raise ValueError(f"policy {folder}: {name} in config.json is not {'a list' if isinstance(rope, dict) else 'an object'}")
@@ -172,7 +175,11 @@ def _refuse_unsupported(folder: Path, raw: dict, rope: dict, rope_type: object, 
     for name, present in refused.items():
         if present:
             value = rope if name == "rope_scaling" else raw[name]
-            raise ValueError(f"policy {folder}: {name}={json.dumps(value)} in config.json is not supported")
+            mend = ""
+            if name == "quantization_config":  # it may name hundreds of layers
+                value = raw[name].get("quant_method") if isinstance(raw[name], dict) else raw[name]
+                mend = f"; {safetensors_files.UNQUANTIZED}"
+            raise ValueError(f"policy {folder}: {name}={json.dumps(value):.300} in config.json is not supported{mend}")
 
 
 def _preprocessor(folder: Path) -> dict:

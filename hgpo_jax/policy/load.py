@@ -16,6 +16,8 @@ from hgpo_jax.policy.tokenizer import read_tokenizer
 from hgpo_jax.utils.files import CACHE_DIR
 from hgpo_jax.utils.heartbeat import phase
 
+DTYPES = ("float32", "bfloat16")
+
 
 @phase("loading the weights")
 def load_policy(
@@ -34,6 +36,8 @@ def load_policy(
     Raises:
       ValueError: one line that names the file or tensor at fault.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype}: must be {' or '.join(DTYPES)}")
     folder = find(folder, cache_dir)
     mesh = mesh or make_mesh("data=1", jax.local_devices()[:1])
     config = huggingface_folder.read_config(folder)
@@ -57,7 +61,10 @@ def _check_rows(folder: Path, policy: Policy) -> None:
     tokenizer, rows = policy.tokenizer, policy.config.vocab_size
     if tokenizer is None:
         return
-    frame = [*policy.frame.head, *policy.frame.tail] if policy.frame else []
+    try:
+        frame = [*policy.frame.head, *policy.frame.tail] if policy.frame else []
+    except ValueError as error:
+        raise ValueError(f"policy {folder}: {error}") from None
     added = set(tokenizer.get_added_vocab().values())
     plain = max((index for index in tokenizer.get_vocab().values() if index not in added), default=0)
     ends = policy.end_tokens if policy.frame or tokenizer.eos_token_id is not None else ()

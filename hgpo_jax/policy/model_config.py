@@ -21,9 +21,9 @@ class LoraConfig:
     targets: tuple[str, ...] = LINEARS
 
     def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(f"rank={self.rank}: must be at least 1")
-        if not self.alpha > 0:
+        if type(self.rank) is not int or self.rank < 1:
+            raise ValueError(f"rank={self.rank!r:.50}: must be a whole number of at least 1")
+        if type(self.alpha) not in (int, float) or not self.alpha > 0:
             raise ValueError(f"alpha={self.alpha}: must be positive")
         unknown = [name for name in self.targets if name not in (*LINEARS, *TOWER_LINEARS)]
         if unknown or not self.targets or len(set(self.targets)) < len(self.targets):

@@ -102,7 +102,7 @@ class Policy:
         tensors = weight_names.layout(self.params, self.config.num_hidden_layers)
 
         def write_rest(folder: Path) -> None:
-            special = [getattr(self.tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad")]
+            special = [self._special(name) for name in ("bos", "eos", "pad")]
             config = huggingface_folder.config_json(self.config, tensors[0].dtype, *special)
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             if self.config.vision:
@@ -114,11 +114,16 @@ class Policy:
 
         huggingface_folder.save(Path(folder), self.params, tensors, write_rest, "model", size)
 
+    def _special(self, name: str) -> int | None:
+        """Returns the id of a special token that has a row of the embedding; transformers fails for one without."""
+        index = getattr(self.tokenizer, f"{name}_token_id", None)
+        return None if index is None or index >= self.config.vocab_size else index
+
     def _generation(self, stop: Sequence[str], trained: ChatFrame | None) -> dict[str, Any]:
         """Returns the content of generation_config.json: the earlier content, with every token that ends an answer."""
         settings = {AS_TRAINED: trained.settings} if trained and not trained.plain else {}
         ends = dict.fromkeys((*self.end_tokens, *end_tokens(self.tokenizer, stop)))
-        others = {f"{name}_token_id": getattr(self.tokenizer, f"{name}_token_id") for name in ("bos", "pad")}
+        others = {f"{name}_token_id": self._special(name) for name in ("bos", "pad")}
         token_ids = {name: index for name, index in others.items() if index is not None}
         return token_ids | generation_of(self.tokenizer) | settings | {"eos_token_id": list(ends)}
 

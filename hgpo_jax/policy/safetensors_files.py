@@ -26,6 +26,9 @@ from hgpo_jax.utils.errors import one_line
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 SHARD_SIZE = 5_000_000_000
+PICKLED = ("pytorch_model*.bin", "adapter_model*.bin", "consolidated*.pth", "model*.pt")  # weights in other forms
+QUANTIZED = ("qweight", "scales", "biases", "weight_scale", "weight_scale_inv")  # ends of names
+UNQUANTIZED = "give the weights as they were before quantization"
 
 
 class Weights:
@@ -61,7 +64,8 @@ class Weights:
         where, expected = f"policy {self.folder}", {t.name: t.shape for t in tensors}
         missing = [name for name in expected if name not in self.shapes]
         if missing:
-            raise ValueError(f"{where}: tensor {missing[0]} is missing ({len(missing)} in all)")
+            hint = f"; {UNQUANTIZED}" if any(name.endswith(QUANTIZED) for name in self.shapes) else ""
+            raise ValueError(f"{where}: tensor {missing[0]} is missing ({len(missing)} in all){hint}")
         unexpected = sorted(self.shapes.keys() - expected.keys() - ({"lm_head.weight"} if tied else set()))
         # Old files of Llamas keep what rope_theta gives.
         unexpected = [name for name in unexpected if not name.endswith("rotary_emb.inv_freq")]
@@ -142,7 +146,7 @@ def _find(folder: Path, stem: str) -> tuple[list[Path], dict[str, Path]]:
     if single.is_file():
         return [single], {}
     if not index.is_file():
-        pickled = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pt")) + sorted(folder.glob("*.pth"))
+        pickled = [file for pattern in PICKLED for file in sorted(folder.glob(pattern))]
         if pickled:
             raise ValueError(
                 f"policy {folder}: {pickled[0].name} is a pickle, which can run code when read; convert it to {single.name}"

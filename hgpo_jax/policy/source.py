@@ -22,7 +22,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR, *, weights: bool
     Raises:
       ValueError: neither a folder nor available from the hub, or a GGUF file that cannot be read.
     """
-    folder = unpack(folder, cache_dir)
+    folder = unpack(Path(folder).expanduser() if str(folder).startswith("~") else folder, cache_dir)
     if Path(folder).is_dir():
         return Path(folder)
     if not is_hub_name(folder):
@@ -30,7 +30,7 @@ def find(folder: str | Path, cache_dir: str | Path = CACHE_DIR, *, weights: bool
     from huggingface_hub import snapshot_download  # takes seconds to import, and folders need no hub
 
     patterns = [*["model*.safetensors"] * weights, "*.json", huggingface_folder.CARD, *huggingface_folder.TOKENIZER_FILES]
-    patterns += [f"{huggingface_folder.TEMPLATES}/*.jinja", *([] if weights else ["*.model", "vocab.txt"])]
+    patterns += [f"{huggingface_folder.TEMPLATES}/*.jinja", "*.model"]
     try:
         return Path(snapshot_download(str(folder), allow_patterns=patterns))
     except Exception as error:  # errors come from several libraries, and none is worth a traceback

@@ -22,6 +22,7 @@ PLAIN = "{{ messages[0]['content'] }}"  # the chat template of a policy that see
 QWEN2 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r" ?\p{Ll}+|\p{Lu}\p{Ll}+|."  # a drawing's characters stay apart, so that it is read cell by cell
 MAX_WORDS = 2048  # tokens
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")  # files of which a tokenizer has one
 GENERATION = "generation_config.json"
 AS_TRAINED = "hgpo_jax"  # its key for how a run has shown the chat template (`ChatFrame.kept`)
 
@@ -87,6 +88,9 @@ def read_tokenizer(name: str):
     """Reads the tokenizer of a folder, with the data of `generation_of`. Raises ValueError, in one line."""
     from transformers import AutoTokenizer  # takes seconds to import, and many commands need no tokenizer
 
+    if Path(name).is_dir() and not any(file for pattern in VOCABULARIES for file in Path(name).glob(pattern)):
+        # transformers would make one that knows no words.
+        raise ValueError(f"policy.tokenizer={name}: holds no vocabulary, such as tokenizer.json; download the folder again")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         if _cuts_otherwise(tokenizer, Path(name, "tokenizer.json")):
@@ -120,20 +124,34 @@ def generation_of(tokenizer) -> dict[str, Any]:
 
 
 def _read_generation(name: str) -> dict[str, Any]:
-    """Reads the generation_config.json of a folder. Raises ValueError."""
+    """Reads the generation_config.json of a folder, or without one the end tokens in its config.json, as transformers does.
+
+    Raises ValueError.
+    """
+    file = Path(name, GENERATION)
     try:
-        fields = json.loads(Path(name, GENERATION).read_text())
+        fields = json.loads(file.read_text()) if file.is_file() else _ends_in_config(Path(name))
+        if fields == {}:
+            return {}
         ends = fields.get("eos_token_id")
         fields["eos_token_id"] = [] if ends is None else ends if isinstance(ends, list) else [ends]
         if odd := [end for end in fields["eos_token_id"] if type(end) is not int or end < 0]:
             raise ValueError(f"eos_token_id={odd[0]!r:.50} is no token id")
         if AS_TRAINED in fields and not _tells_form(fields[AS_TRAINED]):
             raise ValueError(f"{AS_TRAINED}={fields[AS_TRAINED]!r:.80}: needs a date and thinking; remove it")
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError, AttributeError) as error:  # the last of a file without a JSON object
-        raise ValueError(f"policy.tokenizer={name}: {GENERATION}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"policy.tokenizer={name}: {file.name}: {' '.join(str(error).split())[:300]}") from None
     return fields
+
+
+def _ends_in_config(folder: Path) -> dict[str, Any]:
+    """Returns the `eos_token_id` of a config.json, {} without one. What else is wrong there is said where weights are read."""
+    try:
+        fields = json.loads((folder / "config.json").read_text())
+        ends = (fields.get("text_config") or {}).get("eos_token_id", fields.get("eos_token_id"))
+    except (OSError, ValueError, AttributeError):
+        return {}
+    return {} if ends is None else {"eos_token_id": ends}
 
 
 def _tells_form(trained: Any) -> bool:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hgpo_jax.chat import Chat
@@ -24,6 +24,7 @@ from hgpo_jax.sampling.generate import Decoding, published_decoding
 from hgpo_jax.serving.text import ServedText
 from hgpo_jax.trainer.main import save_trained
 from tests.helpers.chat_tokenizers import CHATML, FAMILIES, LLAMA3, LLAMA3_CALLS, family_tokenizer
+from tests.helpers.refusals import refused
 
 VIEW = PromptInput("put a mug in desk.", [], 0, "You are in a room.", ["go to desk 1", "look"])
 THOUGHT, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
@@ -129,6 +130,14 @@ def llama2_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>", chat_template=template)
 
 
+def transformers_5_llama_tokenizer() -> PreTrainedTokenizerFast:
+    """The same as transformers 5 makes it: a blank is put before a text at the beginning alone, not after a token."""
+    tokenizer = llama2_tokenizer()
+    backend = tokenizer.backend_tokenizer
+    backend.normalizer, backend.pre_tokenizer = normalizers.NFC(), pre_tokenizers.Metaspace("▁", "first", split=False)
+    return tokenizer
+
+
 def merging_tokenizer() -> PreTrainedTokenizerFast:
     """Qwen2.5's form, in which two ends of lines are one token."""
     made = Tokenizer.from_str(family_tokenizer("qwen2.5").backend_tokenizer.to_str())
@@ -139,7 +148,7 @@ def merging_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", chat_template=template)
 
 
-@pytest.mark.parametrize("make", [llama2_tokenizer, merging_tokenizer])
+@pytest.mark.parametrize("make", [llama2_tokenizer, transformers_5_llama_tokenizer, merging_tokenizer])
 @pytest.mark.parametrize("content", ["you are here.", "\nwhere are you?\n", "x"])
 def test_the_only_message_is_encoded_with_the_text_around_it(make, content, tmp_path):
     """As transformers encodes the whole prompt, and as the policy reads it when it is served."""
@@ -151,7 +160,7 @@ def test_the_only_message_is_encoded_with_the_text_around_it(make, content, tmp_
     shown = tokenizer.apply_chat_template([message], add_generation_prompt=True, return_dict=False)
     assert prompt.ids == frame.conversation([message]) == shown
     apart = [part for text in (frame.lead, content, frame.trail) for part in frame.text.encode([text])[0]]
-    merged = make is llama2_tokenizer or content[0] == "\n"
+    merged = make is llama2_tokenizer or (content[0] == "\n" if make is merging_tokenizer else content[-1] == ".")
     assert (prompt.ids != [*frame.head, *apart, *frame.tail]) == merged
     (cut,) = format.build([PromptInput("", [], 0, "a b c d e f g " * 20, [])])
     begin, end = frame.lead, frame.trail + tokenizer.decode(frame.tail)
@@ -186,6 +195,32 @@ def test_every_end_token_is_found_kept_and_written(family, tmp_path):
     kept = dict.fromkeys([*ENDS[family], stop])
     assert again.end_tokens == tuple(again.tokenizer.convert_tokens_to_ids(list(kept)))
     assert published_decoding(generation_of(again.tokenizer)) == Decoding(0.6, 20, 1.0)
+
+
+def test_without_a_generation_config_the_end_tokens_are_those_of_the_config(tmp_path):
+    tokenizer = family_tokenizer("qwen2.5")
+    policy_of(tokenizer).save(tmp_path / "policy")
+    (tmp_path / "policy" / "generation_config.json").unlink()
+    file, other = tmp_path / "policy" / "config.json", tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    for fields in ({"eos_token_id": [tokenizer.eos_token_id, other]}, {"text_config": {"eos_token_id": other}}):
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+        assert load_policy(tmp_path / "policy").end_tokens == (tokenizer.eos_token_id, other)
+
+
+def test_padding_without_a_row_is_not_written(tmp_path):
+    """transformers could not load it."""
+    tokenizer = family_tokenizer("qwen2.5")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    policy_of(tokenizer, rows=tokenizer.pad_token_id).save(tmp_path / "policy")
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "policy" / name).read_text()).get("pad_token_id") is None
+
+
+def test_several_templates_without_a_default_are_named():
+    tokenizer = family_tokenizer("qwen2.5")
+    tokenizer.chat_template = {"rag": tokenizer.chat_template}
+    with refused("tokenizer: of its chat templates rag none is called default; rename one"):
+        ChatFrame(tokenizer)
 
 
 TURNS = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"

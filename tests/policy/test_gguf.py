@@ -341,6 +341,9 @@ REFUSED = [
     ({"llama.feed_forward_length": 64}, {}, "blk.0.ffn_up.weight has shape [96, 64], the metadata ask for [64, 64]"),
     ({"llama.attention.head_count": "4"}, {}, "num_attention_heads='4'"),
     ({"llama.rope.scaling.type": "yarn"}, {}, "llama.rope.scaling.type='yarn' is not supported"),
+    ({"llama.rope.scaling.factor": 4.0}, {}, "llama.rope.scaling.factor=4.0 is not supported"),
+    ({"llama.rope.scale_linear": 2.0}, {}, "llama.rope.scale_linear=2.0 is not supported"),
+    ({"split.count": 2}, {}, "is one of 2 parts; join them with llama-gguf-split --merge"),
     ({"llama.attention.sliding_window": 8}, {}, "llama.attention.sliding_window=8 is not supported"),
     ({"llama.expert_count": 8}, {}, "llama.expert_count=8 is not supported"),
     ({"llama.rope.dimension_count": 8}, {}, "llama.rope.dimension_count=8 is not supported"),
@@ -407,7 +410,7 @@ def test_no_damage_of_a_header_is_more_than_one_line(tmp_path, monkeypatch):
 def test_what_is_not_there_is_said(tmp_path, monkeypatch):
     assert "No such file" in refusal(tmp_path / "m.gguf", tmp_path)
     (tmp_path / "text.txt").write_text("hello")
-    assert "is not a GGUF file" in refusal(tmp_path / "text.txt", tmp_path)
+    assert "is a file; give the folder that holds it" in refusal(tmp_path / "text.txt", tmp_path)
     (tmp_path / "file").write_text("")
     write(tmp_path / "m.gguf")
     assert "Not a directory" in refusal(tmp_path / "m.gguf", tmp_path / "file")

@@ -188,7 +188,8 @@ def test_every_mesh_gets_the_same_adapters(tmp_path):
     ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"),
     ({"target_modules": ["q_proj", "v_proj"]}, "is unexpected"),
     ({"target_modules": ["q_proj", "v_proj", "o_proj", "down_proj", "up_proj"]}, "up_proj.lora_A.weight is missing"),
-    ({"r": 4}, "has shape"), ({"r": 0}, "rank=0: must be at least 1"), ({"lora_alpha": 0}, "alpha=0: must be positive"),
+    ({"r": 4}, "has shape"), ({"r": 0}, "rank=0: must be a whole number of at least 1"), 
+    ({"r": "4"}, "rank='4': must be"), ({"lora_alpha": 0}, "alpha=0: must be positive"),
     ({"target_modules": []}, "targets=[]"),
 ])  # fmt: skip
 def test_adapters_that_mean_something_else_are_refused_in_one_line(fields, fragment, saved, tmp_path):

@@ -208,6 +208,8 @@ def cut(file):
 SINGLE = [
     (lambda f: (f / "config.json").unlink(), "holds no config.json"),
     (lambda f: (f / "config.json").rename(f / "adapter_config.json"), "holds adapters of another policy; merge them first"),
+    (lambda f: (f / "model.safetensors").rename(f / "adapter_config.json").write_text("{}"), "holds adapters of another"),
+    (lambda f: (f / "model.safetensors").rename(f / "training_args.bin"), "neither model.safetensors nor model.safetensors.in"),
     (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
     (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor model.safetensors.index.json"),
     (lambda f: cut(f / "model.safetensors"), "model.safetensors is damaged"),
@@ -228,8 +230,13 @@ SINGLE = [
     (edit(use_sliding_window=True), "use_sliding_window=true"),
     (edit(layer_types=["full_attention", "sliding_attention", "full_attention"]), "layer_types="),
     (edit(rope_scaling={"type": "yarn", "factor": 4.0}, rope_parameters=None), "yarn"),
+    (edit(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "yarn"),  # it is read before rope_parameters
     (edit(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), "linear"),
     (edit(hidden_act="gelu"), "hidden_act"), (edit(quantization_config={"quant_method": "awq"}), "quantization_config"),
+    (edit(quantization_config={"quant_method": "compressed-tensors", "ignore": ["lm_head"] * 300}),
+     'quantization_config="compressed-tensors" in config.json is not supported; give the weights as they were before'),
+    (lambda f: retensor(f, lambda t: t.update({"model.norm.scales": t.pop("model.norm.weight")})), "(1 in all); give"),
+    (lambda f: (f / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}'), "holds no vocabulary"),
     (edit(model_type="qwen3", attention_bias=True), "attention_bias=true"),
     (edit(num_attention_heads=0), "num_attention_heads=0: must be a positive whole number"),
     (edit(num_hidden_layers=1.5), "num_hidden_layers=1.5"), (edit(num_hidden_layers=True), "num_hidden_layers=True: must be"),
@@ -322,6 +329,17 @@ def test_angles_in_a_file_are_ignored(tmp_path):
 # ---- the hub ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp16"])
+def test_other_dtypes_are_refused(dtype):
+    with refused(f"dtype={dtype}: must be float32 or bfloat16"):
+        load_policy(DATA / "qwen2_tiny", dtype=dtype)
+
+
+def test_a_policy_may_lie_below_the_users_own_folder(monkeypatch):
+    monkeypatch.setenv("HOME", str(DATA))
+    assert find("~/qwen2_tiny") == DATA / "qwen2_tiny"
+
+
 @pytest.mark.parametrize("weights", [True, False])
 def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch, weights):
     asked = []
@@ -330,6 +348,7 @@ def test_a_name_is_fetched_from_the_hub_when_no_such_folder_exists(monkeypatch, 
         asked.append(name)
         assert not any("bin" in pattern for pattern in allow_patterns)
         assert ("model*.safetensors" in allow_patterns) == weights
+        assert {"tokenizer.model", "vocab.txt"} <= {*allow_patterns}
         return str(DATA / "qwen2_tiny")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
