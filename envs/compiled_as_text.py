@@ -105,7 +105,7 @@ def _join(words) -> str:
 
 @functools.cache
 def one_cpu() -> jax.sharding.Mesh:
-    """Returns a mesh of one CPU, if jax may use it: the caller's mesh may hold many devices, and a small environment needs none of them.
+    """Returns a mesh of one CPU, if jax may use it: a small environment needs none of the caller's devices.
 
     It is the last one: a device runs one program at a time, and the first one is where updates of simulated devices run.
     """

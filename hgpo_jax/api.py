@@ -66,7 +66,7 @@ __all__ = [
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's folder. Its methods may raise ConfigError, in one line.
+    """A run's folder. Its methods may raise ValueError, in one line.
 
     folder: the run_dir of `fit` or `python -m hgpo_jax.train`.
     """
@@ -137,7 +137,8 @@ def fit(
 
     Args:
       run_dir: the run's folder; by default that of `config.run_dir`, or a new one under runs/.
-      resume: continue the run in this folder, if it holds one; a run that has ended is returned unchanged.
+      resume: continue the run in this folder, if it holds one; without a folder the newest unfinished one under runs/ of this
+        name, method and seed, if there is one. A run that has ended is returned unchanged, unless `iterations` asks for more.
       on_iteration: called with the metrics of every iteration as a dict, in another thread, while the next one is sampled.
         An exception in it ends the training.
       verbose: print the output of the command.
@@ -174,10 +175,13 @@ def evaluate_policy(
       config: the configuration to play with; by default the run's own.
       fields: changes to it, as in `load_config`.
 
-    Returns a dict whose values, as `success`, `interval` (95 %), `turns` and `by_task`, are dicts by `sampled` and `greedy`.
+    Returns a dict. `episodes` and `temperature` are numbers; others, as `success`, `interval` (95 %), `turns` and `by_task`,
+    are dicts by `sampled` and `greedy`.
 
     Raises ConfigError.
     """
+    if not isinstance(policy, Run | str | Path):
+        raise ConfigError(f"policy: is a {type(policy).__name__}; give a run, or the folder that it was saved in")
     folder = remote.local(str(policy.folder if isinstance(policy, Run) else policy))
     if config is None:
         cli.check_ended(folder, "a configuration, too")

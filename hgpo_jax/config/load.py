@@ -81,7 +81,8 @@ def _read(path: str) -> dict:
     if not file.is_file():
         file = CONFIGS / f"{path}.yaml"
     if not file.is_file():
-        raise ConfigError(f"--config {path}: no such file; {nearest(path, named_files())}")
+        names = named_files()
+        raise ConfigError(f"--config {path}: no such file; {nearest(path, names, 'there are ' + ', '.join(names))}")
     try:
         tree = read_yaml(file.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -208,7 +208,9 @@ def run(
         like = describe(step[1](job.given_params))
 
         def take() -> tuple[int, list[str], list[str]]:
-            lock, done, faults, changes = take_folder(config, folder, resuming, like.to_checkpoint())
+            lock, done, faults, changes = take_folder(
+                config, folder, resuming, like.to_checkpoint(), describe(job.given_params)
+            )
             held.callback(lock.release)
             current().write_to(folder)
             return done, faults, changes

@@ -105,10 +105,12 @@ def run_folder(fields: dict, resume: str) -> tuple[Path, bool]:
     return Path("runs") / f"{stem}-{datetime.now():%Y%m%d-%H%M%S}", False
 
 
-def take_folder(config: Config, folder: Path, resuming: bool, state: Any) -> tuple[FileLock, int, list[str], list[str]]:
+def take_folder(
+    config: Config, folder: Path, resuming: bool, state: Any, policy: Any = ()
+) -> tuple[FileLock, int, list[str], list[str]]:
     """Claims the folder for this process, prepares it for training, and writes its config.yaml.
 
-    state: what a checkpoint holds, from `loop.describe`.
+    state: what a checkpoint holds, from `loop.describe`. policy: all weights of the policies, which are saved before and after.
 
     Returns: (its lock, the iterations done, warnings about damaged later checkpoints, an end of the last process or changed
     outside code, messages about a change of length).
@@ -123,7 +125,7 @@ def take_folder(config: Config, folder: Path, resuming: bool, state: Any) -> tup
         raise ConfigError(f"run_dir={folder}: another process has begun a run here; continue it with --resume {folder}")
     done, faults = resume_point(folder) if resuming else (0, [])
     refuse_fewer(config, folder, done)
-    refuse_full_disk(config, folder, state, done)
+    refuse_full_disk(config, folder, state, policy, done)
     changes = change_length(config, folder, done) if resuming else []
     faults += [*ended_compiling(folder), *provenance.record(config, folder, done)]
     drop_later(folder, done)
@@ -132,17 +134,22 @@ def take_folder(config: Config, folder: Path, resuming: bool, state: Any) -> tup
     return folder_lock, done, faults, changes
 
 
-def refuse_full_disk(config: Config, folder: Path, state: Any, done: int) -> None:
-    """Raises ConfigError if the disk of a run's folder cannot hold its checkpoints.
+def refuse_full_disk(config: Config, folder: Path, state: Any, policy: Any, done: int) -> None:
+    """Raises ConfigError if the disk of a run's folder cannot hold its checkpoints and policies.
 
-    state: as in `take_folder`. The one that is being written is there beside those that are kept.
+    state, policy: as in `take_folder`. The checkpoint that is being written is there beside those that are kept.
     """
-    size = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(state))
+
+    def bytes_of(tree: Any) -> int:
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+    size, policies = bytes_of(state), bytes_of(policy) * (1 + (not any((folder / "start").rglob("config.json"))))
     left = math.ceil((config.iterations - done) / config.log.checkpoint_every)
     there = sum(path.name.isdecimal() for path in (folder / "checkpoints").glob("*"))  # not those that are damaged or partial
     count = min(left, max(0, config.log.keep_checkpoints + config.log.keep_best + 1 - there))
-    if (free := shutil.disk_usage(folder).free) < count * size:
-        needs, has = f"{count} checkpoint{'s' * (count > 1)} of {size / 1e9:.3g} GB more", f"{free / 1e9:.3g} GB left"
+    if (free := shutil.disk_usage(folder).free) < count * size + policies:
+        needs, has = f"{count} checkpoint{'s' * (count != 1)} of {size / 1e9:.3g} GB more", f"{free / 1e9:.3g} GB left"
+        needs += f" and {policies / 1e9:.3g} GB of policies"
         raise ConfigError(f"run_dir={folder}: needs room for {needs}, and its disk has {has}; give another, or make room")
 
 

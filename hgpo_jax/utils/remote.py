@@ -167,6 +167,8 @@ def _files(folder: Path) -> dict[str, list[int]]:
     files = {}
     for path in folder.rglob("*"):
         name = path.relative_to(folder).as_posix()
+        if name.startswith("wandb/") and name != "wandb/id.txt":
+            continue  # its own files come and go while it sends them
         if path.is_file() and not any(part in f"/{name}" for part in ("/.", ".partial", ".orbax-checkpoint-tmp")):
             files[name] = [path.stat().st_size, path.stat().st_mtime_ns]
     return files

@@ -145,6 +145,7 @@ def test_mistakes_are_one_line(trained, tmp_path):
         (lambda: hgpo_jax.fit("household"), "config='household': must be a Config"),
         (lambda: hgpo_jax.load_config(seed=1, **{"seed.x": 2}), "seed=1: is a section"),
         (lambda: hgpo_jax.load_config(learner=3, **{"learner.lr": 2}), "learner=3: is a section"),
+        (lambda: hgpo_jax.evaluate_policy(run.policy()), "policy: is a Policy; give a run, or the folder that it was saved in"),
         (lambda: hgpo_jax.evaluate_policy(run, policy="elsewhere"), "policy.source: the policy is that of"),
         (lambda: hgpo_jax.generate(byte_policy(), "Who?", temperature=-1), "temperature=-1: must be from 0 to 10"),
         (lambda: hgpo_jax.generate(byte_policy(), "Who?", max_tokens=0), "max_tokens=0: must be from 1 to"),

@@ -77,6 +77,8 @@ def test_every_config_of_the_project_loads_by_name():
         assert load(path.stem) == load(str(path))
     with pytest.raises(ConfigError, match="did you mean household_six"):
         load("household_sx")
+    with pytest.raises(ConfigError, match=r"no such file; there are alfworld_agent, .*webshop_tiny$"):
+        load("nope")
 
 
 def test_help_names_every_field_with_default_and_meaning():

@@ -380,17 +380,21 @@ def test_a_full_disk_names_the_run_and_says_what_is_saved(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("free", "held", "fields", "said"), [
-    (299, 0, (), "3 checkpoints of 1e-07 GB more, and its disk has 2.99e-07 GB left"), (300, 0, (), ""),
-    (100, 2, (), ""), (99, 2, (), "1 checkpoint of 1e-07 GB"), (0, 0, ("iterations=0",), ""), (100, 0, ("iterations=9",), ""),
-    (399, 0, ("log.keep_best=1", "evaluation.every=5"), "4 checkpoints"),
+    (339, 0, (), "3 checkpoints of 1e-07 GB more and 4e-08 GB of policies, and its disk has 3.39e-07 GB left"),
+    (340, 0, (), ""),
+    (120, 2, (), ""), (119, 2, (), "1 checkpoint of 1e-07 GB more and 2e-08 GB"), (40, 0, ("iterations=0",), ""),
+    (140, 0, ("iterations=9",), ""), (39, 0, ("iterations=0",), "0 checkpoints"),
+    (439, 0, ("log.keep_best=1", "evaluation.every=5"), "4 checkpoints"),
 ])  # fmt: skip
 def test_a_disk_that_is_too_small_is_named_before_training(free, held, fields, said, tmp_path, monkeypatch):
     for number in range(held):
         (tmp_path / "checkpoints" / str(25 * number)).mkdir(parents=True)
+        (tmp_path / "start" / "config.json").parent.mkdir(exist_ok=True)
+        (tmp_path / "start" / "config.json").touch()
     monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=free))
     state = {"params": jnp.zeros((5, 2)), "opt_state": jnp.zeros(30, "int16")}
     with refused(f"run_dir={tmp_path}: needs room for {said}", ConfigError) if said else contextlib.nullcontext():
-        run_folder.refuse_full_disk(configuration.load(None, [*fields]), tmp_path, state, 0)
+        run_folder.refuse_full_disk(configuration.load(None, [*fields]), tmp_path, state, jnp.zeros(5), 0)
 
 
 def test_a_longer_run_that_has_no_room_leaves_the_ended_one_as_it_is(tmp_path, monkeypatch):

@@ -93,9 +93,12 @@ def test_only_what_is_new_is_transferred(url, run, tmp_path, monkeypatch):
 def test_what_is_being_written_stays_here(url, run):
     before = in_bucket(url)
     written(run, {"episodes/a.npz.partial": "", ".policy.1.partial/config.json": "", ".lock": ""})
-    written(run, {"checkpoints/2.orbax-checkpoint-tmp-0/state/arrays": ""})
+    written(run, {"checkpoints/2.orbax-checkpoint-tmp-0/state/arrays": "", "wandb/latest/files/output.log": ""})
     remote.send(run)
     assert in_bucket(url) == before
+    written(run, {"wandb/id.txt": "7"})  # by which a continued run is found there
+    remote.send(run)
+    assert len(in_bucket(url)) == len(before) + 1
 
 
 @pytest.mark.parametrize("method", ["put_file", "pipe_file", "rm_file"])
