@@ -149,7 +149,8 @@ def draw_differences(plan: Plan, rows: list[Row]) -> Figure | None:
             axis.set_title(column)
             axis.set_xlabel("difference (points)")
             axis.tick_params(labelbottom=True, labelleft=axis is line[0])
-        line[0].set_ylabel(plan.settings[setting].title, fontsize=10, fontweight="bold")
+        letters = 3 * sum(len(methods) + 1 for methods in tables.values()) + 6  # which stand beside panels of this height
+        line[0].set_ylabel(textwrap.fill(plan.settings[setting].title, letters), fontsize=10, fontweight="bold")
     different = select_comparisons(plan, rows)
     figure.suptitle(
         "Paired differences with their 95 % intervals; filled where the interval leaves out 0: "
