@@ -16,7 +16,7 @@ from hgpo_jax.advantages import NO_ROLES_TO_TELL_APART, parameters
 from hgpo_jax.config.learning import LearnerConfig
 from hgpo_jax.config.policies import config_of, roles_by_policy
 from hgpo_jax.config.roles import RoleConfig, unknown_role
-from hgpo_jax.config.schema import CloningConfig, Config, EnvConfig, PolicyConfig
+from hgpo_jax.config.schema import Config, EnvConfig, PolicyConfig
 from hgpo_jax.config.workers import workers_of
 from hgpo_jax.learner import loss_table
 from hgpo_jax.learner.methods import METHODS, TEAM_REWARD, Method, method_named
@@ -344,11 +344,6 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
         **{f"rollout.{name}": text for name in ("prompt_limit", "response_limit", "stop", "thinking")},
         "critic.": (method and method.critic, f"method={config.method} has no critic; leave it out"),
         "lora.": (adapters, "there are no adapters; give lora.rank, too"),
-        **{
-            f"cloning.{name}": (config.warm_start == "cloning", "warm_start=none clones nothing; leave it out")
-            for name in CloningConfig.model_fields
-            if name != "seed"  # random weights are drawn by it, too
-        },
         "learner.mask_": (
             config.learner.rollout_correction == "mask",
             "nothing is masked; give learner.rollout_correction=mask",

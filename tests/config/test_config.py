@@ -188,7 +188,6 @@ def test_fields_that_do_not_go_together(fields, said, fine):
 
 UNREAD = [
     (["learner.mask_token=0.3"], ["learner.rollout_correction=mask"], "nothing is masked; give learner.rollout_correction="),
-    (["cloning.lr=1e-2", "warm_start=none"], ["warm_start=cloning"], "warm_start=none clones nothing"),
     (["critic.lr=1e-2"], ["method=ppo"], "method=hgpo has no critic"),
     (["lora.alpha=8"], ["lora.rank=2"], "there are no adapters; give lora.rank, too"),
     (["lora.targets=q_proj", "lora.rank=0"], ["roles.carrier.lora_rank=2", "env.name=household_team"], "there are no adapters"),
