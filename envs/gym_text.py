@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hgpo_jax.envs import user_code
 from hgpo_jax.envs.command_line import one_line
 
@@ -66,15 +68,15 @@ SEEDS = 2**31  # many environments take no seed of more bits; tasks have 64
 
 
 class GymnasiumText:
-    """One of Gymnasium's environments with discrete actions. A task is the seed of its reset.
+    """One of Gymnasium's environments whose actions are discrete, or texts. A task is the seed of its reset.
 
     Args:
       id: its registered name, such as FrozenLake-v1, or module:name or file.py:name if a module or a file registers it.
       describe: `package.module:NAME` or `FILE.py:NAME` of a function of (observation, the unwrapped environment) that
-        describes the observation. By default MiniGrid's is described in words, a text rendering is shown, and whole numbers
-        are written.
+        describes the observation. By default a text is shown, MiniGrid's is described in words, a text rendering is shown, and
+        whole numbers are written.
       actions: their names, which are the commands, in the order of their numbers. By default MiniGrid's own, those of
-        `FACTS`, or else `action 0` and so on.
+        `FACTS`, or else `action 0` and so on. Where actions are texts there are no commands.
       goal: the task in words. By default MiniGrid's mission, that of `FACTS`, or else `solve ID`.
       max_turns: actions after which an episode ends, by default the environment's own limit. A level with a limit of its own,
         such as MiniGrid's (option max_steps), ends there at the latest.
@@ -156,7 +158,7 @@ class GymnasiumText:
         `admissible` and `truncated`).
         """
         self._turns += 1
-        number = self._commands.get(action.strip())
+        number = self._chosen(action.strip())
         reward, terminated, truncated = 0.0, False, False
         if number is not None:
             observation, reward, terminated, truncated, info = self._env.step(number)
@@ -166,6 +168,13 @@ class GymnasiumText:
         won = self._is_won(bool(terminated), float(reward)) if done else False
         info = {"won": won, "admissible": number is not None, "truncated": done and not terminated}
         return self._observation, list(self._commands), float(reward), done, info
+
+    def _chosen(self, action: str) -> Any:
+        """Returns the environment's action, None if this is none."""
+        space = self._env.action_space
+        if _is_text(space):
+            return action if space.contains(action) else None
+        return self._commands.get(action)
 
     def _is_won(self, terminated: bool, reward: float) -> bool | None:
         """Whether an episode that has ended is won; None if that is unknown."""
@@ -212,14 +221,18 @@ class GymnasiumText:
             env = gymnasium.make(self._id, **self._options, **more)
         except Exception as error:  # any error of an environment with its options
             raise ValueError(one_line(f"id={self._id}: cannot be made: {error!s:.300}")) from None
-        if not isinstance(env.action_space, gymnasium.spaces.Discrete):
+        if not isinstance(env.action_space, gymnasium.spaces.Discrete | gymnasium.spaces.Text):
             kind = f"{env.action_space!s:.80}"
-            raise ValueError(one_line(f"id={self._id}: its actions are {kind}; choose one with discrete actions"))
+            raise ValueError(one_line(f"id={self._id}: its actions are {kind}; choose one with discrete actions, or texts"))
         return env
 
     def _named_actions(self, actions: tuple[str, ...], facts: Facts) -> dict[str, int]:
         """Returns name -> number of every action."""
         space = self._env.action_space
+        if _is_text(space):
+            if actions:
+                raise ValueError(one_line(f"actions={','.join(actions)}: those of {self._id} are any texts; leave it out"))
+            return {}
         count = int(space.n)
         names = actions or (self._levels.action_names(self._env) if self._levels else facts.actions)[:count]
         names = tuple(name.strip() for name in names) or tuple(f"action {number}" for number in range(count))
@@ -251,6 +264,8 @@ class GymnasiumText:
             return lambda observation: function(observation, self._env.unwrapped)
         if self._levels:
             return self._levels.describe
+        if _is_text(self._env.observation_space):
+            return str
         if "ansi" in (self._env.metadata.get("render_modes") or ()) and "render_mode" not in self._options:
             self._env = self._make(render_mode="ansi")
             return lambda _: plain(self._drawing())
@@ -305,13 +320,21 @@ def _mark_colour(match: re.Match) -> str:
     return f"*{match[2]}*" if 1 in codes else f"({match[2]})"
 
 
+def _is_text(space) -> bool:
+    from gymnasium import spaces  # optional
+
+    return isinstance(space, spaces.Text)
+
+
 def _whole_numbers(space) -> bool:
     from gymnasium import spaces  # optional
 
     if isinstance(space, spaces.Tuple):
         return all(map(_whole_numbers, space.spaces))
-    return isinstance(space, spaces.Discrete)
+    return isinstance(space, spaces.Discrete | spaces.MultiDiscrete | spaces.MultiBinary)
 
 
 def _numbers_text(observation) -> str:
-    return ", ".join(map(_numbers_text, observation)) if isinstance(observation, tuple) else str(int(observation))
+    if isinstance(observation, tuple):
+        return ", ".join(map(_numbers_text, observation))
+    return ", ".join(str(int(number)) for number in np.ravel(observation))

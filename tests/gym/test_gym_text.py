@@ -269,6 +269,48 @@ def test_code_of_ones_own_registers_it(tmp_path, monkeypatch, place):
         environment(load(None, [f"env.name={wrong}"]).env)
 
 
+class Echo(gymnasium.Env):
+    """Repeats what is said; "stop" ends it."""
+
+    observation_space = action_space = gymnasium.spaces.Text(9, charset="abcdefghijklmnopqrstuvwxyz ")
+
+    def reset(self, *, seed=None, options=None):
+        return "say on", {}
+
+    def step(self, action):
+        return f"you say {action}", 1.0, action == "stop", False, {"success": action == "stop"}
+
+
+gymnasium.register("Echo-v0", entry_point=Echo)
+
+
+def test_actions_and_observations_may_be_texts():
+    env = GymnasiumText("Echo-v0", max_turns=3)
+    check_text(env)
+    first, *later = play(env, 0, [" so it is", "so long a text", "stop"])
+    assert first == ("say on", [])
+    assert [(answer[0], answer[4]) for answer in later] == [
+        ("you say so it is", said()), ("you say so it is", said(admissible=False)), ("you say stop", said(won=True)),
+    ]  # fmt: skip
+    with refused("actions=a,b: those of Echo-v0 are any texts; leave it out"):
+        GymnasiumText("Echo-v0", max_turns=3, actions=("a", "b"))
+
+
+class Dials(Echo):
+    action_space = gymnasium.spaces.Discrete(2)
+    observation_space = gymnasium.spaces.Tuple([gymnasium.spaces.MultiDiscrete([[3, 4]]), gymnasium.spaces.MultiBinary(2)])
+
+    def reset(self, *, seed=None, options=None):
+        return (np.array([[2, 3]]), np.array([1, 0], np.int8)), {}
+
+
+gymnasium.register("Dials-v0", entry_point=Dials)
+
+
+def test_arrays_of_whole_numbers_are_written():
+    assert GymnasiumText("Dials-v0", max_turns=3).reset(0) == ("2, 3, 1, 0", ["action 0", "action 1"])
+
+
 def test_colours_become_brackets():
     assert plain("  (Up)\nA\x1b[41mB\x1b[0m\nCD\n") == "A [B]\nC D"
     assert plain("|\x1b[34;1m\x1b[43mR\x1b[0m\x1b[0m: \x1b[35mG\x1b[0m|\n\n") == "|*[R]*: (G)|"
@@ -279,7 +321,7 @@ def test_colours_become_brackets():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"id": "Pendulum-v1"}, r"id=Pendulum-v1: its actions are Box\(.*; choose one with discrete actions"),
+        ({"id": "Pendulum-v1"}, r"id=Pendulum-v1: its actions are Box\(.*; choose one with discrete actions, or texts"),
         ({"id": "CartPole-v1"}, r"id=CartPole-v1: its observations are Box\(.* give the option describe=FILE.py:NAME"),
         ({"id": "Blackjack-v1"}, "max_turns=0: Blackjack-v1 has no limit of its own; give the option max_turns=N"),
         ({"id": "FrozenLake-v1", "max_turns": -3}, "max_turns=-3: must be a whole number above 0"),
