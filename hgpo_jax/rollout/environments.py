@@ -297,9 +297,12 @@ def _make(label: str, name: str, options: str) -> tuple[Callable[[], Any], Any]:
 def _from_outside(label: str, name: str, options: str, time_limit: float) -> Environment:
     """Describes a user's own environment, which is made once to find out its kind."""
     make, env = _make(label, name, options)
-    compiled = is_compiled(env)
+    compiled, lists_commands = is_compiled(env), True
     try:
-        check_compiled(env) if compiled else check_text(env, time_limit)
+        if compiled:
+            check_compiled(env)
+        else:
+            lists_commands = check_text(env, time_limit)
     except ValueError as error:
         raise ConfigError(f"env.name={label}: {error}") from None
     code = [name, *user_code.code_in(json.loads(options)).values()]
@@ -312,4 +315,5 @@ def _from_outside(label: str, name: str, options: str, time_limit: float) -> Env
     target, given, held_out = user_code.load(name)[1], json.loads(options), make
     if split := "held_out" not in given and any(each.name == "held_out" for each in user_code.parameters(target)):
         held_out = functools.partial(user_code.make, name, user_code.options(target, given | {"held_out": True}))
+    about |= {} if lists_commands else {"template": "free", "free_text": True}
     return Environment(text=lambda _: (make, held_out), splits=split or drawn, **about)

@@ -158,10 +158,10 @@ def _traced(env, call: str, function: Callable, argument) -> Any:
         raise ValueError(one_line(fails)) from None
 
 
-def check_text(env, time_limit: float | None = None) -> None:
+def check_text(env, time_limit: float | None = None) -> bool:
     """Raises ValueError for the first fault of a text environment, and if it hangs. Takes a step in task 0.
 
-    time_limit: as in `deadline`.
+    time_limit: as in `deadline`. Returns whether it lists commands in task 0, or fails there.
     """
     name = type(env).__name__
     _refuse(member_faults(env, TextEnv))
@@ -171,7 +171,7 @@ def check_text(env, time_limit: float | None = None) -> None:
         try:
             _, commands = env.reset(0)
         except Exception:  # as during play: the error costs only the episodes with this task
-            return
+            return True
     _refuse(member_faults(env, BegunTextEnv))
     action = commands[0] if commands else ""
     with deadline(f"{name}: step({action!r:.80}) in task 0", time_limit):
@@ -180,8 +180,9 @@ def check_text(env, time_limit: float | None = None) -> None:
             faults = [f"lacks {each}" for each in missing_info(info)]
             faults += [f"has wrong signals: {each}" for each in signal_faults(declared(env), info.get("signals", {}))]
         except Exception:
-            return
+            return bool(commands)
     _refuse(f"{name}: the info of step(action) {each}" for each in faults)
+    return bool(commands)
 
 
 class Hangs(ValueError):

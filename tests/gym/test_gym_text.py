@@ -18,6 +18,7 @@ from hgpo_jax.config import load
 from hgpo_jax.envs import minigrid_text, user_code
 from hgpo_jax.envs.gym_text import GymnasiumText, plain
 from hgpo_jax.envs.protocol import TextExpert
+from hgpo_jax.rollout.chat_prompts import template_file
 from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.requirements import check_text
 from hgpo_jax.trainer import provenance
@@ -292,6 +293,11 @@ def test_actions_and_observations_may_be_texts():
     assert [(answer[0], answer[4]) for answer in later] == [
         ("you say so it is", said()), ("you say so it is", said(admissible=False)), ("you say stop", said(won=True)),
     ]  # fmt: skip
+    config = load(None, ["env.name=gymnasium:Echo-v0", "env.options.max_turns=3"])
+    about = environment(config.env)
+    assert (about.template, about.free_text) == ("free", True) and "$commands" not in template_file("free").read_text()
+    about = environment(load(None, ["env.name=gymnasium:FrozenLake-v1"]).env)
+    assert (about.template, about.free_text) == ("text", False)
     with refused("actions=a,b: those of Echo-v0 are any texts; leave it out"):
         GymnasiumText("Echo-v0", max_turns=3, actions=("a", "b"))
 
