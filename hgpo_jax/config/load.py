@@ -98,7 +98,7 @@ def _one_line(error: pydantic.ValidationError, all_fields: dict) -> str:
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     name = ".".join(part for part in location if not part.isdigit())
-    if location[-1] == "[key]":  # the name of a role or an option
+    if location[-1:] == ["[key]"]:  # the name of a role or an option
         return one_line(f"{'.'.join(location[:-2])}: {excerpt(first['input'])} is no name; names are text")
     if first["type"] == "extra_forbidden":
         section = name.rpartition(".")[0]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -260,26 +259,16 @@ class TextRunner:
                     log.warning("env.name=%s is played on the host: %s", env.name, error)
         except (ValueError, OSError) as error:
             raise ConfigError(f"env.name={env.name}: {' '.join(str(error).split())}") from None
-        if settings.words:
-            self._check_constrained(env.name)
+        if settings.words and not all(form.template.bare for form in self.formats):
+            raise ConfigError(
+                "rollout.constrain=admissible: the template asks for a thought, which is free; give env.template=plain"
+            )
         self.task_types, self.roles = self.train.task_types, self.train.roles
         self.end_tokens = tuple(form.end_tokens for form in self.formats)
         self.signals = self.train.signals
         self.num_tasks, self.num_held_out_tasks = self.train.num_tasks, self._held_out.num_tasks
         # The host loads only the template games from which games are generated; the warm start's expert plays there.
         self._num_files = len(train()) if env.split == "generated" else self.num_tasks
-
-    def _check_constrained(self, name: str) -> None:
-        """Raises ConfigError if answers are free, or the environment lists no commands."""
-        if not all(form.template.bare for form in self.formats):
-            raise ConfigError(
-                "rollout.constrain=admissible: the template asks for a thought, which is free; give env.template=plain"
-            )
-        commands: Sequence[str] = ("",)
-        with contextlib.suppress(Exception), opened(self.make_env) as env:  # any error, which costs its episodes alone
-            _, commands = env.reset(0)
-        if not commands:
-            raise ConfigError(f"rollout.constrain=admissible: env.name={name} lists no commands; leave it out")
 
     def rollout(self, params, tasks, keys, groups, decoding: Decoding, *, held_out: bool = False) -> RolloutResult:
         return (self._held_out if held_out else self.train)(params, tasks, keys, groups, decoding)

@@ -191,7 +191,7 @@ class Silent(Guided):
     ("name", "template", "message"),
     [
         ("Guided", "text", "the template asks for a thought, which is free; give env.template=plain"),
-        ("Silent", "plain", "Silent lists no commands; leave it out"),
+        ("Silent", "plain", "Silent does not list all that may be said; leave it out"),
     ],
 )
 def test_text_whose_answers_are_free_is_refused(name, template, message):
