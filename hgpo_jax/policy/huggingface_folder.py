@@ -18,7 +18,8 @@ from hgpo_jax.policy import huggingface_vision, safetensors_files, weight_names
 from hgpo_jax.policy.model_config import ModelConfig, RopeScaling
 
 # Prefixes of transformers' class names.
-ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "qwen2_5_vl": "Qwen2_5_VL"}
+ARCHITECTURES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral", "qwen2_5_vl": "Qwen2_5_VL"}
+MISTRAL = {"sliding_window": 4096, "max_position_embeddings": 131072}  # transformers' defaults, which a config.json may omit
 REQUIRED_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -130,6 +131,8 @@ def read_config(folder: Path) -> ModelConfig:
             raise ValueError(f"policy {folder}: config.json: {error}") from None
     if raw["model_type"] == "llama" and raw.get("num_key_value_heads") is None and "num_attention_heads" in raw:
         raw["num_key_value_heads"] = raw["num_attention_heads"]  # as the first Llamas leave out
+    if raw["model_type"] == "mistral":
+        raw = MISTRAL | raw
     missing = [name for name in REQUIRED_FIELDS if name not in raw]
     if missing:
         raise ValueError(f"policy {folder}: config.json lacks {missing[0]}")
@@ -165,6 +168,10 @@ def _refuse_unsupported(folder: Path, raw: dict, rope: dict, rope_type: object, 
     """Raises ValueError if a config.json needs features that `Qwen2` lacks."""
     refused = {
         "use_sliding_window": raw.get("use_sliding_window"),
+        # A window of the whole context is none.
+        "sliding_window": raw["model_type"] == "mistral"
+        and raw["sliding_window"] not in (None, 0)
+        and raw["sliding_window"] != raw["max_position_embeddings"],
         "layer_types": any(kind != "full_attention" for kind in layers),
         "rope_scaling": rope_type not in ("default", "mrope" if raw["model_type"] == "qwen2_5_vl" else "llama3"),
         "hidden_act": raw.get("hidden_act", "silu") != "silu",
@@ -212,6 +219,8 @@ def config_json(
         rope = more["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(scaling)}
     if config.model_type == "llama":
         more |= {"attention_bias": False, "mlp_bias": False}
+    elif config.model_type == "mistral":
+        more["sliding_window"] = None
     else:
         more["use_sliding_window"] = False
     kind = "ForCausalLM"

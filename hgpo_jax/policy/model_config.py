@@ -52,7 +52,7 @@ NUMBERS = [
 
 
 TEXT_TYPES = ("qwen2", "qwen3", "llama")
-MODEL_TYPES = (*TEXT_TYPES, "qwen2_5_vl")
+MODEL_TYPES = (*TEXT_TYPES, "mistral", "qwen2_5_vl")  # a GGUF file says llama of a Mistral, which has the same layers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""Qwen2.5, Qwen3 (dense) and Llama in Flax NNX: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, a tied or
-untied head.
+"""Qwen2.5, Qwen3 (dense), Llama and Mistral in Flax NNX: RMSNorm, rotary embeddings, grouped-query attention, SwiGLU, a tied
+or untied head.
 
 They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3 normalizes each head's query and key, and
-Llama 3 scales rotary frequencies. Qwen2.5-VL is a Qwen2.5 with a vision tower (`vision.py`), whose prompts may hold pictures
+Llama 3 scales rotary frequencies. A Mistral without a sliding window is a Llama. Qwen2.5-VL is a Qwen2.5 with a vision tower (`vision.py`), whose prompts may hold pictures
 (`pictures.py`).
 
 Sequences are right-padded, so causal masking alone is enough: a query at slot t sees slots 0..t, and the output of a padded
@@ -16,7 +16,7 @@ There are three entry points with one set of weights:
 
 Shapes are written in the dimension letters of `hgpo_jax`.
 Source: technical reports of Qwen2.5 (arXiv 2412.15115), Qwen3 (arXiv 2505.09388) and Llama 3 (arXiv 2407.21783); the weights'
-names and conventions follow transformers' Qwen2, Qwen3 and Llama.
+names and conventions follow transformers' Qwen2, Qwen3, Llama and Mistral.
 """
 
 from __future__ import annotations

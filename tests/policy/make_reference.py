@@ -8,6 +8,7 @@ f32[N, .], grids i32[pictures, 3] in the order of the prompts, and features f32[
 Run by hand with torch: python tests/policy/make_reference.py
 """
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
@@ -28,6 +31,7 @@ CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (functools.partial(MistralConfig, sliding_window=None), MistralForCausalLM),
 }
 # So short that each of the three ranges of wave lengths holds some of a tiny head's.
 LLAMA3_ROPE = {

@@ -37,6 +37,10 @@ VARIANTS = {
         model_type="llama", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=12,
         tie_word_embeddings=False, rope_theta=5e5, rms_norm_eps=1e-5, llama3=True,
     ),
+    "mistral, rope 1e6, untied, head_dim": dict(
+        model_type="mistral", hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
+        tie_word_embeddings=False, rope_theta=1e6, rms_norm_eps=1e-5,
+    ),
 }  # fmt: skip
 TINY = ModelConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,

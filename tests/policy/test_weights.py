@@ -100,7 +100,9 @@ def tensors_of(p):
 
 
 @pytest.mark.needs("torch")
-@pytest.mark.parametrize(("model_type", "dtype"), [("qwen2", "float32"), ("qwen3", "bfloat16"), ("llama", "bfloat16")])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), [("qwen2", "float32"), ("qwen3", "bfloat16"), ("llama", "bfloat16"), ("mistral", "float32")]
+)
 def test_transformers_writes_we_read_and_write_transformers_reads(model_type, dtype, tmp_path):
     import torch
     from make_reference import random_model
@@ -219,7 +221,8 @@ SINGLE = [
     (edit(tie_word_embeddings=True), "lm_head.weight differs from model.embed_tokens.weight"),
     (lambda f: retensor(f, lambda t: t.pop("model.norm.weight")), "model.norm.weight is missing"),
     (lambda f: retensor(f, lambda t: t.update({"model.norm.weight": np.ones(32, "i4")})), "model.norm.weight has dtype I32"),
-    (edit(model_type="mistral"), "model_type is 'mistral'"),
+    (edit(model_type="gemma"), "model_type is 'gemma'"), (edit(model_type="mistral"), "sliding_window=4096 in config.json is"),
+    (edit(model_type="mistral", sliding_window=32), "sliding_window=32 in config.json is not supported"),
     (edit(model_type="llama", attention_bias=True), "attention_bias=true"),
     (edit(model_type="llama", mlp_bias=True), "mlp_bias=true"),
     (edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "rope_scaling in config.json lacks low_freq_factor"),
@@ -316,6 +319,14 @@ def test_a_sliding_window_that_is_not_used_is_ignored(tmp_path):
     shutil.copytree(DATA / "qwen2_tiny", tmp_path / "p")
     edit(use_sliding_window=False, sliding_window=16, max_window_layers=1, layer_types=None)(tmp_path / "p")
     assert huggingface_folder.read_config(tmp_path / "p") == huggingface_folder.read_config(DATA / "qwen2_tiny")
+
+
+@pytest.mark.parametrize("fields", [{"sliding_window": None}, {"sliding_window": 96, "max_position_embeddings": 96}])
+def test_a_mistral_without_a_window_is_read(fields, tmp_path):
+    shutil.copytree(DATA / "llama_tiny", tmp_path / "p")
+    file = tmp_path / "p" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "mistral"} | fields))
+    assert load_policy(tmp_path / "p").config.model_type == "mistral"
 
 
 def test_angles_in_a_file_are_ignored(tmp_path):
