@@ -2,8 +2,8 @@
 or untied head.
 
 They differ in attention: Qwen2.5 adds biases to queries, keys and values, Qwen3 normalizes each head's query and key, and
-Llama 3 scales rotary frequencies. A Mistral without a sliding window is a Llama. Qwen2.5-VL is a Qwen2.5 with a vision tower (`vision.py`), whose prompts may hold pictures
-(`pictures.py`).
+Llama 3 scales rotary frequencies. A Mistral without a sliding window is a Llama. Qwen2.5-VL is a Qwen2.5 with a vision tower
+(`vision.py`), whose prompts may hold pictures (`pictures.py`).
 
 Sequences are right-padded, so causal masking alone is enough: a query at slot t sees slots 0..t, and the output of a padded
 slot is never used. If a sequence holds several segments (`learner/packing.py`), a query sees its segment's slots up to t.
