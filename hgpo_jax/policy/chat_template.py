@@ -228,8 +228,9 @@ class ChatFrame:
     ) -> list[int]:
         """Encodes a conversation that asks for the assistant's next message.
 
-        messages: each with `role` and `content`. Contents are data, except that a thought in an assistant's message counts as
-          one. A policy that sees only one message (`tokenizer.PLAIN`) receives the last one.
+        messages: each with `role` and `content`, a text or parts of `type` text or image. Contents are data, except that a
+          thought in an assistant's message counts as one. A picture is one image token. A policy that sees only one message
+          (`tokenizer.PLAIN`) receives the last one.
         tools, and `tool_calls` of messages: as the template takes them. They become part of the frame, and must not spell a
           special or added token.
         sampled: number of a message -> the ids of its content, used instead of encoding it.
@@ -240,23 +241,35 @@ class ChatFrame:
         sampled = {} if self.plain else sampled or {}
         self._check_tools(tools, [message["tool_calls"] for message in messages if message.get("tool_calls")])
         mark = f"message-{secrets.token_hex(8)}-"  # unpredictable, so no message can contain it
-        contents, thoughts, marked = dict[int, str](), dict[int, str](), list[dict[str, Any]]()
+        contents, thoughts, marked = list[tuple[int, str]](), dict[int, str](), list[dict[str, Any]]()
+
+        def placeholder(number: int, content: str) -> str:
+            contents.append((number, content))
+            return f"{_BLANK}{_QUOTE}{mark}{len(contents) - 1}-{_QUOTE}{_BLANK}"
+
         for number, message in enumerate(messages):
             content = message["content"]
             if message.get("tool_calls") and not content:
                 marked.append(message)
                 continue
-            placeholder = f"{_BLANK}{_QUOTE}{mark}{number}-{_QUOTE}{_BLANK}"
+            if not isinstance(content, str):
+                texts = (part.get("text") for part in content)
+                kinds = [
+                    {"type": "image"} if text is None else {"type": "text", "text": placeholder(number, text)} for text in texts
+                ]
+                marked.append(message | {"content": kinds})
+                continue
             if message["role"] == "assistant" and number not in sampled and THINK_END in content:
                 begin, thoughts[number], end, content = _parts_of(content)
-                placeholder = f"{begin}{mark}thought-{number}-{end}{placeholder}"
-            contents[number] = content
-            marked.append(message | {"content": placeholder})
+                marked.append(message | {"content": f"{begin}{mark}thought-{number}-{end}{placeholder(number, content)}"})
+                continue
+            marked.append(message | {"content": placeholder(number, content)})
         of_content = rf"(?P<lead>{_BLANK})?(?P<escape>\\)?{_QUOTE}{mark}(?P<content>\d+)-\\?{_QUOTE}(?P<trail>{_BLANK})?"
         shown = self._render(marked, tools)
         found = list(re.finditer(rf"{of_content}|{mark}thought-(?P<thought>\d+)-", shown))
-        if missing := sorted(contents.keys() - {int(match["content"]) for match in found if match["content"]}):
-            raise ValueError(f"tokenizer: its chat template does not show message {missing[0] + 1} of {len(messages)}")
+        if missing := sorted(set(range(len(contents))) - {int(match["content"]) for match in found if match["content"]}):
+            number = contents[missing[0]][0] + 1
+            raise ValueError(f"tokenizer: its chat template does not show message {number} of {len(messages)}")
         # Between two tokens of the frame, its text and the messages are one text: a word may begin in one and end in the other,
         # as with a full stop before a line's end.
         runs, tokens, upto = [""], list[list[int]](), 0
@@ -267,11 +280,13 @@ class ChatFrame:
             runs += rest[1::2]
             if match and match["thought"]:
                 runs[-1] += thoughts[int(match["thought"])]
-            elif match and int(match["content"]) in sampled:
-                tokens.append(sampled[int(match["content"])])
-                runs.append("")
             elif match:
-                runs[-1] += _as_shown(contents[int(match["content"])], match)
+                number, content = contents[int(match["content"])]
+                if number in sampled:
+                    tokens.append(sampled[number])
+                    runs.append("")
+                else:
+                    runs[-1] += _as_shown(content, match)
             upto = match.end() if match else upto
         ids: list[int] = []
         for run, token in zip(self.text.encode(runs), [*tokens, []], strict=True):

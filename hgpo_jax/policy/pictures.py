@@ -12,6 +12,8 @@ tests/policy/test_pictures.py.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +27,7 @@ from hgpo_jax.policy.huggingface_vision import IMAGE_MEAN, IMAGE_STD
 from hgpo_jax.policy.model_config import VisionConfig
 from hgpo_jax.policy.vision import Grids
 
+Array = jax.Array | np.ndarray
 VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")  # before, for each feature of and after a picture
 MAX_RATIO = 200  # of a picture's sides
 MAX_PIXELS = 2**26  # of a picture as it comes
@@ -33,9 +36,9 @@ MAX_PIXELS = 2**26  # of a picture as it comes
 class Pictures(struct.PyTreeNode):
     """The pictures of a batch of prompts, at most K in each. Several prompts may share features."""
 
-    features: jax.Array  # [n, D], all pictures one after the other
-    first: jax.Array  # i32[B, K], the first feature of each picture, in the order of the prompt
-    sizes: jax.Array  # i32[B, K, 3], its time, rows and columns in features; zeros if a prompt has fewer pictures
+    features: Array  # [n, D], all pictures one after the other
+    first: Array  # i32[B, K], the first feature of each picture, in the order of the prompt
+    sizes: Array  # i32[B, K, 3], its time, rows and columns in features; zeros if a prompt has fewer pictures
 
     @property
     def ends(self) -> jax.Array:
@@ -73,6 +76,55 @@ class Pictures(struct.PyTreeNode):
         positions = begin[..., None] + jnp.where(inside[..., None], inner, 0)
         features = self.features.astype(embeddings.dtype)[feature]
         return jnp.where(inside[..., None], features, embeddings), positions
+
+
+@dataclasses.dataclass(frozen=True)
+class PromptPictures:
+    """The pictures of one prompt, in its order, on the host.
+
+    grids: the time, rows and columns of each, in patches. patches: f32[N, C x T x P x P] of each. digests: what distinguishes
+    each from others.
+    """
+
+    v: VisionConfig
+    grids: Grids
+    patches: tuple[np.ndarray, ...]
+    digests: tuple[bytes, ...]
+
+    @staticmethod
+    def of(pictures: Sequence[np.ndarray], v: VisionConfig) -> PromptPictures:
+        """Prepares pictures as `prepare` does."""
+        each = [prepare([picture], v) for picture in pictures]
+        shown = [(grids[0], patches, hashlib.sha256(patches.tobytes()).digest()) for patches, grids in each]
+        grids, patches, digests = zip(*shown, strict=True) if shown else ((), (), ())
+        return PromptPictures(v, grids, patches, digests)
+
+    @property
+    def sizes(self) -> np.ndarray:
+        """The time, rows and columns of each in features, i32[K, 3]."""
+        grids = np.array(self.grids, np.int32).reshape(-1, 3)
+        return grids // np.array([1, self.v.spatial_merge_size, self.v.spatial_merge_size], np.int32)
+
+    @property
+    def offset(self) -> int:
+        """What to add to the slot of a token after all pictures for its rotary position, as in `Pictures.offset`."""
+        return int((self.sizes[:, 1:].max(-1, initial=0) - self.sizes.prod(-1)).sum())
+
+    def mark(self, ids: Sequence[int]) -> list[int]:
+        """Puts negative numbers that distinguish pictures in the place of their image tokens.
+
+        Two prompts with equal marked ids hold the same pictures, and so do equal beginnings of prompts.
+        """
+        marks: list[int] = []
+        for digest, size in zip(self.digests, self.sizes, strict=True):
+            random = np.random.default_rng(np.frombuffer(digest, np.uint32))
+            marks += random.integers(-(2**31), 0, size.prod(), np.int32).tolist()
+        image, left = self.v.image_token_id, iter(marks)
+        return [next(left, token) if token == image else token for token in ids]
+
+    def unmark(self, ids: np.ndarray) -> np.ndarray:
+        """Undoes `mark`."""
+        return np.where(ids < 0, self.v.image_token_id, ids)
 
 
 def place(features, grids: Grids, rows: Sequence[Sequence[int]], v: VisionConfig) -> Pictures:

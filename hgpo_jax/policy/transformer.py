@@ -209,7 +209,7 @@ class Qwen2(nnx.Module):
         more = cache_length - tokens.shape[1]
         return self.norm(x)[:, 0], [KVCache.of(*kv).lengthen(more) for kv in (*per_layer, kv)]
 
-    def extend(self, tokens, begin, lengths, cache, rows, blocks):
+    def extend(self, tokens, begin, lengths, cache, rows, blocks, offset=0):
         """Processes prompts of which a cache holds the beginning, with the `decode_blocks()`.
 
         Args:
@@ -218,10 +218,11 @@ class Qwen2(nnx.Module):
           lengths: i32[B], tokens of the rest, at least one.
           cache: a KVCache per layer with room for the rest. It is read only as far as the longest prompt needs.
           rows: i32[B], the row of each prompt among those that a device has; one outside belongs to padding.
+          offset: as in `decode`; no picture stands in the rest.
 
         Returns: (hidden [B, D] at the last token, the cache with the rest).
         """
-        rope = rope_tables(begin[:, None] + jnp.arange(tokens.shape[1]), self.c)
+        rope = rope_tables((begin + offset)[:, None] + jnp.arange(tokens.shape[1]), self.c)
         needed = max_across_devices((begin + lengths).max())
         x, new_cache = self._embed(tokens), []
         for block, layer in zip(blocks, cache, strict=True):

@@ -14,6 +14,7 @@ Source: iteration-level scheduling, Orca (Yu et al., OSDI 2022).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import jax
 import numpy as np
 
 from hgpo_jax.policy.kv_cache import KVCache
+from hgpo_jax.policy.pictures import Pictures, PromptPictures
 from hgpo_jax.sampling.constraint import padded
 from hgpo_jax.sampling.generate import Decoding, buckets
 from hgpo_jax.sampling.held_prefixes import HeldPrefixes
@@ -31,6 +33,8 @@ from hgpo_jax.sampling.slots import MAX_STEPS, Continued, NewPrompts
 # What is left of a prompt that is continued is computed in pieces of these widths, so that few shapes are compiled and little
 # is padding. A shorter beginning than the first is not worth a program of its own.
 PIECES = (32, 128, 512)
+MOST_PICTURES = (4, 16, 64)  # in a prompt; programs are compiled for each of these numbers
+KEPT_PICTURES = 64  # whose features are kept, since the next prompt of a conversation shows its pictures again
 NO_ROW = np.iinfo(np.int32).max  # which nothing is written to
 
 
@@ -101,6 +105,7 @@ class SlotSampler:
         self.prompt_tokens, self.reused_tokens = 0, 0
         self._params, self._begun_before = None, set[int]()  # episodes whose responses earlier weights have begun
         self._sampled: dict[int, tuple[list, list]] = {}  # episode -> (tokens, log-probabilities) so far
+        self._seen = OrderedDict[bytes, np.ndarray]()  # features of pictures under these weights, the last used last
         self._first: list[tuple[list[int], Any, Any]] = []  # for responses that have begun: episodes, tokens, log-probabilities
         self.steps, self.busy = 0, 0.0
         self.use(params, keys, decoding)
@@ -114,6 +119,8 @@ class SlotSampler:
         if self._held and params is not self._params:
             self._held.forget()
             self._begun_before = set(self._sampled)
+        if params is not self._params:
+            self._seen.clear()
         self._params, self.keys, self._decoding = params, keys, decoding
         self._blocks = self._programs("decode_blocks", "all layers", params)
 
@@ -314,7 +321,7 @@ class SlotSampler:
         """Computes pieces of one width, and begins the response after the last one of a prompt."""
         shards, slots, count, width = len(self._requests), len(self._requests[0]), self.shapes.counts[0], pieces[0].width
         tokens = np.zeros((shards, count, width), np.int32)
-        begin, turn = np.zeros((2, shards, count), np.int32)
+        begin, turn, offset = np.zeros((3, shards, count), np.int32)
         lengths, slot = np.ones((shards, count), np.int32), np.full((shards, count), slots, np.int32)
         episode = np.full((shards, count), -1, np.int32)
         rows: list[list[SlotRequest | None]] = [[None] * count for _ in range(shards)]
@@ -323,6 +330,7 @@ class SlotSampler:
                 request, length = piece.request, piece.end - piece.begin
                 tokens[shard, i, :length] = request.ids[piece.begin : piece.end]
                 lengths[shard, i], begin[shard, i] = length, piece.begin
+                offset[shard, i] = request.pictures.offset if request.pictures else 0
                 slot[shard, i], rows[shard][i] = piece.slot, request
                 episode[shard, i], turn[shard, i] = request.episode, request.turn
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
@@ -333,7 +341,9 @@ class SlotSampler:
             self._params,
             self._blocks,
             self._state,
-            Continued(flat(tokens), flat(lengths), flat(begin), flat(slot), self._limits(of_rows), _said(of_rows)),
+            Continued(
+                flat(tokens), flat(lengths), flat(begin), flat(offset), flat(slot), self._limits(of_rows), _said(of_rows)
+            ),
             self.keys,
             flat(np.maximum(episode, 0)),
             flat(turn),
@@ -352,11 +362,14 @@ class SlotSampler:
         episode = np.full((len(prompts), m), -1, np.int32)
         begun: list[list[SlotRequest | None]] = [[None] * m for _ in prompts]
         slot[:] = slots  # no slot
+        pictures = dict[int, PromptPictures]()  # by the prompt's number
         for shard, some in enumerate(prompts):
             row = 0
             for i, same in enumerate(some):
                 ids = same[0][1].ids
                 tokens[shard, i, : len(ids)], lengths[shard, i] = ids, len(ids)
+                if (shown := same[0][1].pictures) is not None:
+                    pictures[shard * count + i], tokens[shard, i] = shown, shown.unmark(tokens[shard, i])
                 for at, request in same:
                     source[shard, row], slot[shard, row] = i, at
                     episode[shard, row], turn[shard, row], begun[shard][row] = request.episode, request.turn, request
@@ -364,6 +377,8 @@ class SlotSampler:
         flat = lambda a: a.reshape(-1, *a.shape[2:])  # noqa: E731
         shape = f"{tokens.size // width} prompts of {width} tokens, {episode.size} responses in {self._shape()}"
         rows = [request for some in begun for request in some]
+        seen = self._see(pictures, tokens.size // width, width) if pictures else None
+        shape += f", {seen.first.shape[1]} pictures each" if seen else ""
         self._state, *first = self._programs(
             "prefill",
             shape,
@@ -375,8 +390,33 @@ class SlotSampler:
             flat(np.maximum(episode, 0)),
             flat(turn),
             self._decodings(rows),
+            seen,
         )
         self._first.append((flat(episode).tolist(), *first))
+
+    def _see(self, pictures: dict[int, PromptPictures], count: int, width: int) -> Pictures:
+        """Computes the pictures of some of `count` prompts, by the prompts' numbers.
+
+        The features of `count` times `width` slots, which all prompts' pictures fit in, are one shape.
+        """
+        features: Any = None
+        begin = 0
+        most = next(most for most in MOST_PICTURES if most >= max(len(shown.grids) for shown in pictures.values()))
+        first, sizes = np.zeros((count, most), np.int32), np.zeros((count, most, 3), np.int32)
+        for row, shown in pictures.items():
+            sizes[row, : len(shown.grids)] = shown.sizes
+            for k, (grid, patches, digest) in enumerate(zip(shown.grids, shown.patches, shown.digests, strict=True)):
+                if digest not in self._seen:
+                    shape = f"a picture of {grid[1]} x {grid[2]} patches"
+                    self._seen[digest] = jax.device_get(self._programs("see", shape, self._params, patches, grid))
+                self._seen.move_to_end(digest)
+                one = self._seen[digest]
+                features = np.zeros((count * width, one.shape[1]), one.dtype) if features is None else features
+                features[begin : begin + len(one)], first[row, k] = one, begin
+                begin += len(one)
+        while len(self._seen) > KEPT_PICTURES:
+            self._seen.popitem(last=False)
+        return Pictures(features, first, sizes)
 
     def _limits(self, requests: list[SlotRequest | None]) -> np.ndarray:
         """Returns the limit of each request's response, i32[n]."""

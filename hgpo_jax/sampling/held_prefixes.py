@@ -91,9 +91,9 @@ class HeldPrefixes:
     ) -> Match | None:
         """Finds the row that holds the longest beginning of a prompt, in a shard that has a free slot.
 
-        free: the free slots of each shard. At least one token of the prompt is left to compute. What continues the whole of a
-        free slot goes on in it; else the response goes into the slot that was taken the longest time ago. Of rows that hold as
-        much, one of the emptiest shard is taken. without: (shard, row) of rows that are left out.
+        free: the free slots of each shard. At least one token of the prompt is left to compute, and no picture. What
+        continues the whole of a free slot goes on in it; else the response goes into the slot that was taken the longest time
+        ago. Of rows that hold as much, one of the emptiest shard is taken. without: (shard, row) of rows that are left out.
         """
         ids = np.asarray(prompt, np.int32)
         lengths = [
@@ -103,7 +103,7 @@ class HeldPrefixes:
             if free[shard] and (shard, row) not in without
         ]
         length, _, shard, source = max(lengths, default=(0,) * 4)
-        if length < self._shortest:
+        if length < self._shortest or (ids[length:] < 0).any():
             return None
         goes_on = source in free[shard] and length >= min(len(self._ids[shard][source]), len(ids) - 1)
         return Match(shard, source, source if goes_on else self.last_first(shard, free[shard])[-1], length)

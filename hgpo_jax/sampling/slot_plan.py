@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hgpo_jax.policy.pictures import PromptPictures
 from hgpo_jax.sampling.constraint import Constraint
 from hgpo_jax.sampling.generate import Decoding, well_filled
 from hgpo_jax.sampling.held_prefixes import HeldPrefixes, Match, common_length
@@ -26,6 +27,7 @@ class SlotRequest(NamedTuple):
     said: int = 0  # tokens at the end of ids that begin the response, which goes on from there; none where it is constrained
     answers: Sequence[Sequence[int]] = ()  # what the response may be, with its end token; (): anything
     constraint: Constraint | None = None  # the same, for a sampler without a common decoding; None: anything
+    pictures: PromptPictures | None = None  # of the prompt, whose ids it has marked
 
 
 class Shapes(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from hgpo_jax.policy.kv_cache import AXES, KVCache, on_each_device
 from hgpo_jax.policy.mesh import partition
+from hgpo_jax.policy.pictures import Pictures
 from hgpo_jax.sampling.generate import Decoding, make_decode_blocks, turn_keys
 from hgpo_jax.sampling.slots import (
     Continued,
@@ -56,6 +58,7 @@ class SlotPrograms:
             "take": jax.jit(self._take),
             "resize": jax.jit(self._resize, static_argnums=2),
             "copy": jax.jit(self._copy, donate_argnums=0),
+            "see": jax.jit(self._see, static_argnums=2),
             "prefill": jax.jit(self._prefill, donate_argnums=2),
             "extend": jax.jit(self._prefill, donate_argnums=2),
             "decode": jax.jit(self._decode, donate_argnums=2),
@@ -130,27 +133,45 @@ class SlotPrograms:
         copied = self._on_data(copy, P("data"))(cache, other, source, rows)
         return jax.lax.with_sharding_constraint(copied, self._cache_shardings(copied))
 
+    def _see(self, params, patches, grid: tuple[int, int, int]):
+        """Computes the features [n, D] of one picture, whose patches are f32[N, C x T x P x P]."""
+        features = nnx.merge(self._graphdef, params).visual(patches[None], (grid,))[0]
+        return jax.lax.with_sharding_constraint(features, NamedSharding(self._mesh, P()))
+
     def _prefill(
-        self, params, blocks, state: SlotState, prompts: NewPrompts | Continued, keys, episodes, turns, decoding: Decoding
+        self,
+        params,
+        blocks,
+        state: SlotState,
+        prompts: NewPrompts | Continued,
+        keys,
+        episodes,
+        turns,
+        decoding: Decoding,
+        pictures: Pictures | None = None,
     ):
         """Computes prompts, or what is left of them, and samples the first token of their responses.
 
         Response number j of m belongs to episode episodes[j] at turn turns[j]. keys are those of the episodes
-        (`sampling.turn_keys`). decoding: of scalars, or of [m].
+        (`sampling.turn_keys`). decoding: of scalars, or of [m]. pictures: those of new
+        prompts.
 
         Returns: (the state, tokens i32[m], their log-probabilities f32[m]).
         """
         keys = turn_keys(keys[episodes], turns)
         data, everywhere = P("data"), P()
-        prefill = self._on_data(self._prefill_shard, (everywhere, everywhere, data, data, data, _by_row(decoding)))
-        state, *first = prefill(params, blocks, state, prompts, keys, decoding)
+        of_pictures: Any = pictures and jax.tree.unflatten(jax.tree.structure(pictures), (everywhere, data, data))
+        in_specs = (everywhere, everywhere, data, data, data, _by_row(decoding), of_pictures)
+        prefill = self._on_data(self._prefill_shard, in_specs)
+        state, *first = prefill(params, blocks, state, prompts, keys, decoding, pictures)
         return self._place(state), *jax.lax.with_sharding_constraint(first, NamedSharding(self._mesh, everywhere))
 
-    def _prefill_shard(self, params, blocks, state: SlotState, prompts: NewPrompts | Continued, keys, decoding):
+    def _prefill_shard(self, params, blocks, state: SlotState, prompts: NewPrompts | Continued, keys, decoding, pictures):
         model = nnx.merge(self._graphdef, params)
         if isinstance(prompts, Continued):
             return extend_slots(model, blocks, state, prompts, keys, self.end_tokens, decoding)
-        return prefill_slots(model, state, prompts, keys, (prompts.tokens.shape[1],), self.end_tokens, decoding)
+        widths = (prompts.tokens.shape[1],)
+        return prefill_slots(model, state, prompts, keys, widths, self.end_tokens, decoding, pictures)
 
     def _decode(self, params, blocks, state: SlotState, free, limits, most, decoding: Decoding) -> tuple[SlotState, Sampled]:
         """Decodes MIN_STEPS to `most` (i32[], at most MAX_STEPS) tokens in every active slot; stops early when all have ended.

@@ -74,6 +74,7 @@ class Continued(struct.PyTreeNode):
     tokens: Array  # i32[n, W], the rest of each prompt, right-padded
     lengths: Array  # i32[n], of the rest
     begin: Array  # i32[n], tokens that are held
+    offset: Array  # i32[n], as in `SlotState`; the rest holds no picture
     slots: Array  # i32[n], the slot that holds them, counted within the device's part; one beyond the last is no slot
     limits: Array  # i32[n], the most tokens that it may have
     said: Array  # i32[n], the tokens of it that the prompt ends with
@@ -135,9 +136,9 @@ def prefill_slots(
 
 def extend_slots(model, blocks, state: SlotState, prompts: Continued, keys, end_tokens, decoding):
     """Like `prefill_slots`, for prompts that begin with what their slots hold."""
-    hidden, cache = model.extend(prompts.tokens, prompts.begin, prompts.lengths, state.cache, prompts.slots, blocks)
-    lengths = prompts.begin + prompts.lengths
-    offset = jnp.zeros_like(lengths)  # no picture stands in a continued prompt
+    begin, offset = prompts.begin, prompts.offset
+    hidden, cache = model.extend(prompts.tokens, begin, prompts.lengths, state.cache, prompts.slots, blocks, offset)
+    lengths = begin + prompts.lengths
     rows, token, logp = _first_tokens(model, hidden, lengths, offset, prompts, keys, end_tokens, decoding)
     return on_each_device(_begin, state.replace(cache=cache), rows, prompts.slots), token, logp
 

@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import secrets
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
 import pydantic
@@ -14,8 +14,10 @@ from pydantic import Field
 
 from hgpo_jax.serving.dialect import Dialect, event
 from hgpo_jax.serving.exchange import Exchange, Piece
+from hgpo_jax.serving.pictures import ImageBlock
 from hgpo_jax.serving.requests import (
     ApiError,
+    Content,
     Conversation,
     JsonSchema,
     OpenBody,
@@ -70,19 +72,21 @@ class ToolUse(OpenBody):
 class ToolResult(OpenBody):
     type: Literal["tool_result"]
     tool_use_id: Any = None
-    content: Annotated[list[Text], or_text("text")] = Field(default_factory=list)
+    content: Annotated[list[Annotated[Text | ImageBlock, Field(discriminator="type")]], or_text("text")] = Field(
+        default_factory=list
+    )
     is_error: bool = False
 
-    def told(self) -> str:
-        """Returns the text; an error without one is told from a result without one."""
-        return _text(self.content) or ("Error" if self.is_error else "")
+    def told(self) -> Content:
+        """Returns the content; an error without one is told from a result without one."""
+        return joined(self.content) or ("Error" if self.is_error else "")
 
 
-Block = Annotated[Text | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
+Block = Annotated[Text | ImageBlock | Thinking | ToolUse | ToolResult, Field(discriminator="type")]
 # The blocks that a message may hold, by its role.
 BLOCKS: dict[str, tuple[type[OpenBody], ...]] = {
     "system": (Text,),
-    "user": (Text, ToolResult),
+    "user": (Text, ImageBlock, ToolResult),
     "assistant": (Text, Thinking, ToolUse),
 }
 
@@ -105,13 +109,14 @@ class Message(OpenBody):
         """Returns the message as chat templates take it, to which each result of a tool is a message of its own."""
         if self.role == "assistant":
             calls = [function_call(block.name, block.input, block.id) for block in self.content if isinstance(block, ToolUse)]
-            return [{"role": "assistant", "content": _text(self.content, self.role)} | ({"tool_calls": calls} if calls else {})]
+            texts = (block for block in self.content if isinstance(block, Text))
+            return [{"role": "assistant", "content": joined(texts, self.role)} | ({"tool_calls": calls} if calls else {})]
         messages: list[dict[str, Any]] = []
-        for are_texts, blocks in itertools.groupby(self.content, lambda block: isinstance(block, Text)):
-            if are_texts:
-                messages.append({"role": self.role, "content": _text(blocks)})
-            else:
+        for are_results, blocks in itertools.groupby(self.content, lambda block: isinstance(block, ToolResult)):
+            if are_results:
                 messages += [tool_result(block.told(), block.tool_use_id) for block in blocks]  # type: ignore[union-attr]
+            else:
+                messages.append({"role": self.role, "content": joined(blocks)})
         return messages
 
 
@@ -267,10 +272,6 @@ class Messages(Dialect):
 
 def _event(kind: str, **content: Any) -> str:
     return event({"type": kind} | content, kind)
-
-
-def _text(blocks: Iterable[OpenBody], role: str = "user") -> str:
-    return joined((block for block in blocks if isinstance(block, Text)), role)
 
 
 def _usage(exchange: Exchange) -> dict[str, int]:

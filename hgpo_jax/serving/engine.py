@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from hgpo_jax.policy import Policy
+from hgpo_jax.policy.pictures import PromptPictures
 from hgpo_jax.sampling.constraint import Constraint, words_of
 from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding
@@ -62,6 +63,7 @@ class Generation:
     seed, number: the same two with the same prompt, decoding and weights give the same response; the number distinguishes
       several responses to one prompt, or the turns of an episode. seed: a number below 2**32, or a random key's data, u32[2].
     constraint: what the response may be, for an engine that constrains; None: anything.
+    pictures: those of the prompt, each with as many image tokens as features in the ids; None: there are none.
     tell: called in the engine's thread after every step that sampled something, the last time with `ended`.
     """
 
@@ -72,6 +74,7 @@ class Generation:
     number: int
     tell: Callable[[Progress], None]
     constraint: Constraint | None = None
+    pictures: PromptPictures | None = None
     reported_tokens: int = 0
 
 
@@ -104,6 +107,7 @@ class Engine:
     Attributes:
       failed: called in the engine's thread if it fails; nothing is sampled after that.
       vocabulary: upper bound of token ids.
+      vision: how pictures are prepared; None: the policy sees none.
       end_tokens: the tokens that end a response.
       failure: the message for clients once the thread has failed; "" until then. The log says why.
     """
@@ -122,7 +126,7 @@ class Engine:
         programs: SlotPrograms | None = None,
     ):
         self.prompt_limit, self.response_limit, self._waiting_limit = prompt_limit, response_limit, waiting_limit
-        self.vocabulary = policy.config.vocab_size
+        self.vocabulary, self.vision = policy.config.vocab_size, policy.config.vision
         self.failure = ""
         self.failed: Callable[[], None] = lambda: None
         self._mesh = mesh
@@ -289,8 +293,9 @@ class Engine:
             # Equal prompts are shared by separate calls of `add`, so that few shapes are compiled.
             by_prompt: dict[tuple[int, ...], list[SlotRequest]] = {}
             for seat, g in new.items():
-                request = SlotRequest(seat, g.number, g.ids, g.limit, g.decoding, constraint=g.constraint)
-                by_prompt.setdefault(tuple(g.ids), []).append(request)
+                ids = g.pictures.mark(g.ids) if g.pictures else g.ids
+                request = SlotRequest(seat, g.number, ids, g.limit, g.decoding, constraint=g.constraint, pictures=g.pictures)
+                by_prompt.setdefault(tuple(ids), []).append(request)
             self._sampler.add([same[0] for same in by_prompt.values() if len(same) == 1])
             for same in by_prompt.values():
                 if len(same) > 1:

@@ -16,6 +16,7 @@ import numpy as np
 
 from hgpo_jax.policy.answers import AnswerParser, Call, TextStream, split_thought
 from hgpo_jax.policy.call_formats import THINK, THINK_END
+from hgpo_jax.policy.pictures import PromptPictures
 from hgpo_jax.sampling.constraint import Constraint
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.serving.engine import Busy, Engine, Generation, Progress
@@ -29,7 +30,7 @@ class ServedPrompt(NamedTuple):
 
     beginning: the beginning of the answer that stands at their end, that of a call or of a thought. parser: that of the
     answers. parent: `Turn.parent`. constraints: what each answer must be; none: anything. is_json: whether the answers are
-    JSON, so that clients see no thought before it.
+    JSON, so that clients see no thought before it. pictures: those of the prompt.
     """
 
     ids: list[int]
@@ -38,6 +39,7 @@ class ServedPrompt(NamedTuple):
     parent: int | None = None
     constraints: Sequence[Constraint | None] = ()
     is_json: bool = False
+    pictures: PromptPictures | None = None
 
 
 @dataclasses.dataclass
@@ -133,7 +135,16 @@ class Exchange:
         ]
         constraints = prompt.constraints or [None] * request.n
         self._generations = [
-            Generation(prompt.ids, limit, decoding, seed, first + index, functools.partial(self._tell, index), constraint)
+            Generation(
+                prompt.ids,
+                limit,
+                decoding,
+                seed,
+                first + index,
+                functools.partial(self._tell, index),
+                constraint,
+                prompt.pictures,
+            )
             for index, constraint in enumerate(constraints)
         ]
 

@@ -15,6 +15,7 @@ from pydantic import AliasChoices, Field
 from hgpo_jax.policy.answers import Call
 from hgpo_jax.serving.dialect import Dialect, event, token_logprobs
 from hgpo_jax.serving.exchange import Exchange, Piece
+from hgpo_jax.serving.pictures import ImageUrlPart
 from hgpo_jax.serving.requests import (
     ApiError,
     CalledFunction,
@@ -38,7 +39,7 @@ from hgpo_jax.serving.requests import (
 
 
 class Part(TextPart):
-    """A part of a message's content, which must be text."""
+    """A part of a message's content that is text."""
 
     type: Literal["text", "refusal"]
 
@@ -82,7 +83,7 @@ class Message(OpenBody):
     """A message of a conversation; a developer's is a system message, a tool's is the result of a call."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[Part] | None, or_text("text")] = None
+    content: Annotated[list[Annotated[Part | ImageUrlPart, Field(discriminator="type")]] | None, or_text("text")] = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: Any = None
 

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field
 from hgpo_jax.serving.dialect import Dialect, event, token_logprobs
 from hgpo_jax.serving.exchange import Exchange, Piece
 from hgpo_jax.serving.openai_completions import ChatCompletions, TemplateOptions
+from hgpo_jax.serving.pictures import InputImagePart
 from hgpo_jax.serving.requests import (
     ApiError,
     CalledFunction,
@@ -41,10 +42,13 @@ STORED = ("previous_response_id", "conversation", "prompt")  # fields that name 
 
 
 class Part(TextPart):
-    """A part of a message's content, which must be text. logprobs: those of an earlier answer, without an effect."""
+    """A part of a message's content that is text. logprobs: those of an earlier answer, without an effect."""
 
     type: Literal["input_text", "output_text", "refusal"]
     logprobs: list[Any] = Field(default_factory=list)
+
+
+AnyPart = Annotated[Part | InputImagePart, Field(discriminator="type")]
 
 
 class Message(OpenBody):
@@ -52,7 +56,7 @@ class Message(OpenBody):
 
     type: Literal["message"]
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[Part], or_text("input_text")]
+    content: Annotated[list[AnyPart], or_text("input_text")]
 
 
 class FunctionCall(CalledFunction):
@@ -63,7 +67,7 @@ class FunctionCall(CalledFunction):
 class FunctionCallOutput(OpenBody):
     type: Literal["function_call_output"]
     call_id: Any = None
-    output: Annotated[list[Part], or_text("input_text")]
+    output: Annotated[list[AnyPart], or_text("input_text")]
 
 
 class Reasoning(OpenBody):

@@ -22,6 +22,7 @@ from hgpo_jax.utils.errors import one_line
 # Of a request's place (`sessions.Place`), what may also stand beside its metadata; values of other forms are ignored there.
 PLACE = {name: re.compile(r"[\w.-]{1,100}") for name in ("session_id", "branch_id")}
 PLACE |= {name: re.compile(".{1,10000}", re.DOTALL) for name in ("task_id", "state_key")}
+SEE = ("user", "tool")  # the roles whose messages may hold pictures
 MAX_IGNORED = 16  # names of ignored fields that an answer's header holds
 # Fields of OpenAI and of other servers that would change the answer and that this server lacks, with the values that change
 # nothing.
@@ -42,11 +43,12 @@ CHANGING: dict[str, tuple] = {
     for name in names.split()
 }
 # Fields that need not have an effect here, so that nobody is told of them.
-SILENT = frozenset(["user", "store", "include_obfuscation"]) | frozenset(
+SILENT = frozenset(["user", "store", "include_obfuscation", "detail"]) | frozenset(
     ["name", "id", "call_id", "index", "status", "annotations"]  # of earlier answers
 )
 _MAY_BE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NO_NAME = re.compile(r"[^A-Za-z0-9_.-]")
+Content = str | list[dict[str, str]]  # of a message: a text, or parts with pictures among them
 AnyBody = TypeVar("AnyBody", bound=pydantic.BaseModel)
 StopStrings = Annotated[
     list[str], BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop), Field(max_length=16)
@@ -85,7 +87,8 @@ class TooLong(ApiError):
 class Conversation:
     """A prompt of messages.
 
-    messages, tools: as a chat template takes them; messages are put `in_order`.
+    messages, tools: as a chat template takes them; messages are put `in_order`. A content with pictures is parts, texts and
+      those with a picture's `data` in base64.
     call: the tool that the answer must call, "" for any; None if it need not.
     thinking: whether the answer begins with a thought, if the chat template has a switch for it; None: the template's default.
     strict: the tools whose arguments must be what their schemas say.
@@ -98,11 +101,13 @@ class Conversation:
     strict: frozenset[str] = frozenset()
 
     def __post_init__(self):
-        """Raises ApiError for a tool that is to be called and is not there."""
+        """Raises ApiError for a tool that is to be called and is not there, and for a picture in a message that holds none."""
         self._given, self.messages = self.messages, in_order(self.messages)
         names = [tool["function"]["name"] for tool in self.tools]
         if self.call and self.call not in names:
             raise ApiError(400, f"tool_choice: {self.call[:50]!r} is none of the tools", param="tool_choice")
+        if other := [one["role"] for one in self.messages if isinstance(one["content"], list) and one["role"] not in SEE]:
+            raise ApiError(400, f"messages: a message of the {other[0]} holds no picture", param="messages")
         if self.call is not None and not names:
             raise ApiError(400, "tool_choice: a call needs tools; give some, or leave it out", param="tool_choice")
 
@@ -112,6 +117,12 @@ class Conversation:
         if (state := tool_state(self._given)) is not None:
             return state
         return next((one["content"] for one in reversed(self.messages) if one["role"] != "assistant"), "")
+
+    @property
+    def pictures(self) -> list[str]:
+        """The data of all pictures, in their order."""
+        parts = (part for one in self.messages if isinstance(one["content"], list) for part in one["content"])
+        return [part["data"] for part in parts if "data" in part]
 
 
 @dataclasses.dataclass
@@ -248,8 +259,15 @@ class TextPart(OpenBody):
         return part
 
 
-def joined(parts: Iterable[TextPart], role: str = "user") -> str:
-    """Returns the text of a message's parts: each on lines of its own, as in vLLM, but those of an answer as they were said."""
+def joined(parts: Iterable[Any], role: str = "user") -> Content:
+    """Returns the text of a message's parts: each on lines of its own, as in vLLM, but those of an answer as they were said.
+
+    With pictures among them (`pictures.py`), the parts stay apart, as chat templates take them.
+    """
+    parts = list(parts)
+    if not all(isinstance(part, TextPart) for part in parts):
+        texts = [{"type": "text", "text": part.text} if isinstance(part, TextPart) else None for part in parts]
+        return [text or {"type": "image", "data": part.data} for text, part in zip(texts, parts, strict=True)]
     return ("" if role == "assistant" else "\n").join(part.text for part in parts)
 
 
@@ -298,7 +316,7 @@ def function_call(name: str, arguments: dict[str, Any], identity: Any) -> dict[s
     return call if identity is None else call | {"id": identity}
 
 
-def tool_result(content: str, identity: Any) -> dict[str, Any]:
+def tool_result(content: Content, identity: Any) -> dict[str, Any]:
     """Builds the result of the call with this id, as a chat template takes it."""
     return {"role": "tool", "content": content, "tool_call_id": identity}
 

@@ -42,6 +42,7 @@ from hgpo_jax.serving.exchange import Exchange, ServedPrompt
 from hgpo_jax.serving.grammars import INSTALL, Grammars
 from hgpo_jax.serving.openai_completions import ChatCompletions, TextCompletions
 from hgpo_jax.serving.openai_responses import InputTokensBody, Responses, ResponsesBody
+from hgpo_jax.serving.pictures import MAX_BYTES, prepared, with_features
 from hgpo_jax.serving.requests import ApiError, Conversation, SamplingRequest, TooLong, parse
 from hgpo_jax.serving.sessions import OpenSessions, Place, RewardRequest, Session, Sessions, Turn, place_of
 from hgpo_jax.serving.text import ServedText
@@ -95,7 +96,7 @@ class Api:
         if isinstance(sessions, Sessions):
             self._allows = sessions.allows
         # A body longer than any prompt is not parsed, since other requests would wait; a character takes at most 6 bytes.
-        self._body_limit = 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18
+        self._body_limit = 6 * MAX_CHARACTERS_PER_TOKEN * engine.prompt_limit + 2**18 + (MAX_BYTES if engine.vision else 0)
         self._time_limit = time_limit
         self._texts, self._began = ServedText(tokenizer, frame), int(time.time())
         # In training a session's own decoding applies.
@@ -259,6 +260,9 @@ class Api:
         """Encodes a prompt, in a session based on its earlier turns. Raises ApiError."""
         try:
             turns = list(session.turns) if session else []  # other branches may go on meanwhile
+            if session and isinstance(sampling.prompt, Conversation) and sampling.prompt.pictures:
+                session.refused = "messages: pictures are not recorded; send them outside a session"
+                raise ApiError(400, session.refused, param="messages")
             return await asyncio.to_thread(self._encode, sampling.prompt, turns, branch)
         except ApiError as error:
             if session and isinstance(error, TooLong):
@@ -285,12 +289,15 @@ class Api:
         if isinstance(prompt, Conversation):
             beginning = self._texts.call_beginning(prompt.tools, prompt.call)
             try:
+                pictures = prepared(prompt.pictures, self._engine.vision)
                 parent = parent_of(prompt, turns, branch)
                 ids = prompt_ids(self._texts, prompt, beginning, turns if parent is None else path(turns, parent))
+                ids = with_features(ids, pictures)
             except ValueError as error:
                 raise ApiError(400, str(error), param="tools" if str(error).startswith("tools:") else "messages") from None
             parser = self._texts.parser(prompt.tools, beginning, prompt.thinking)
-            return ServedPrompt(ids, beginning or self._texts.opened_thought(prompt.thinking), parser, parent)
+            opened = self._texts.opened_thought(prompt.thinking)
+            return ServedPrompt(ids, beginning or opened, parser, parent, pictures=pictures)
         ids = self._texts.prompt(prompt) if isinstance(prompt, str) else prompt
         return ServedPrompt(ids, parent=parent_of(Conversation([]), turns, branch))
 
@@ -384,7 +391,8 @@ def _texts_in(prompt: Conversation | str | list[int]) -> Iterator[str]:
     if isinstance(prompt, str):
         yield prompt
     elif isinstance(prompt, Conversation):
-        yield from (message["content"] for message in prompt.messages)
+        for content in (message["content"] for message in prompt.messages):
+            yield from [content] if isinstance(content, str) else (part.get("text", "") for part in content)
         structures = (*prompt.tools, *(message["tool_calls"] for message in prompt.messages if "tool_calls" in message))
         yield from map(json.dumps, structures)
 

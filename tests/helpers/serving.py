@@ -44,7 +44,7 @@ def served(engine, policy, **options):
 class Scripted:
     """In the place of an engine: what it answers is written by a function of the prompt's text, 7 tokens at a time."""
 
-    prompt_limit, response_limit, room, waiting, active, failure = 4000, 300, 8, 0, 0, ""
+    prompt_limit, response_limit, room, waiting, active, failure, vision = 4000, 300, 8, 0, 0, "", None
 
     def __init__(self, tokenizer, write):
         self.tokenizer, self.write, self.vocabulary, self.end_tokens = tokenizer, write, 10**6, (tokenizer.eos_token_id,)

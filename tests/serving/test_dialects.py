@@ -248,7 +248,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
     ("dialect", "wish", "message"),
     [
         (Messages, {"max_tokens": None}, "max_tokens: Field required"),
-        (Messages, {"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0.content.0: Input tag 'image' found"),
+        (Messages, {"messages": [{"role": "user", "content": [IMAGE]}]}, "image.source.type: Input should be 'base64'"),
         (Messages, {"messages": [{"role": "user", "content": []}]}, "messages.0: a message of the user needs"),
         (Messages, {"messages": [{"role": "user", "content": [of_messages("x", "y")]}]}, "user has no blocks of type tool_use"),
         (Messages, {"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role: Input should be"),
@@ -265,7 +265,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "data:"}}
         (Responses, {"input": [{"type": "item_reference", "id": "x"}]}, "stored; give the item itself"),
         (Responses, {"input": []}, "input: List should have at least 1 item"),
         (Responses, {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
-         "content.0.type: Input should be 'input_text', 'output_text' or"),
+         "input_image.image_url: 'data:' is no picture's data; give data:image/png;base64,"),
         (Responses, {"tools": [{"type": "web_search"}]}, "'web_search' is not served here; give tools of type"),
         (Responses, {"tool_choice": {"type": "allowed_tools", "tools": []}}, "tool_choice: allowed_tools is not served"),
         (Responses, {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format: needs the package"),

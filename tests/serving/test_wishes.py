@@ -96,8 +96,10 @@ def part(kind, **more):
         ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "x"}}, *HELLO]}, "function_call: "),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format: needs the package llguidance"),
         ({"tool_choice": "some"}, "tool_choice: Input should be 'auto', "),
-        (part("image_url", image_url={"url": "data:"}), "messages.0.content.1.type: Input should be 'text'"),
-        (part("text"), "messages.0.content.1.text: Field required"),
+        (part("image_url", image_url={"url": "data:"}), "content.1.image_url.image_url.url: 'data:' is no picture's data"),
+        (part("image_url", image_url={"url": "data:;base64,"}), "messages: this policy sees no pictures; send texts alone"),
+        (part("input_audio", input_audio={}), "messages.0.content.1: Input tag 'input_audio' found"),
+        (part("text"), "messages.0.content.1.text.text: Field required"),
     ],
 )  # fmt: skip
 def test_what_would_give_a_wrong_answer_is_refused(port, wish, message):
