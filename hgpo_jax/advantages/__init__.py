@@ -24,6 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hgpo_jax.advantages import checks, grouping
 from hgpo_jax.advantages.adora import adora
 from hgpo_jax.advantages.beacon import beacon
+from hgpo_jax.advantages.crbc import crbc
 from hgpo_jax.advantages.dr_mas import dr_mas
 from hgpo_jax.advantages.dvao import dvao
 from hgpo_jax.advantages.eb_gae import eb_gae
@@ -70,6 +71,7 @@ Array = jax.Array | np.ndarray
 ESTIMATORS: dict[str, Callable[..., Estimate]] = {
     "adora": adora,
     "beacon": beacon,
+    "crbc": crbc,
     "dr_mas": dr_mas,
     "dvao": dvao,
     "eb_gae": eb_gae,

@@ -27,6 +27,7 @@ ENVIRONMENTS = (
 METHODS = (
     "adora",
     "beacon",
+    "crbc",
     "dr_mas",
     "dvao",
     "eb_gae",

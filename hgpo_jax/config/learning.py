@@ -19,7 +19,7 @@ class AdvantageConfig(Section):
     normalize: Literal["mean", "mean_std"] | None = field(
         None,
         "centre a group's returns, or also divide by their std; default: the method's own, mean_std for adora, "
-        "dr_mas, ecpo, g2po, gagpo, graphgpo, milegpo and pgpo, as in their papers, else mean",
+        "crbc, dr_mas, ecpo, g2po, gagpo, graphgpo, milegpo and pgpo, as in their papers, else mean",
     )
     by_role: bool = field(
         False, "teams: compare the turns of each role with that role's own only, as dr_mas does, in any method that compares"

@@ -63,10 +63,11 @@ TEAM_REWARD = "reward"  # its name in `roles.NAME.reward`, beside those of signa
 SIGNALS_ARE_REWARDS = ("gdpo", "dvao")
 FIRST_SIGNAL = {"beacon": "milestones", "hbpo": "budget"}  # what an estimator takes the first signal for, by its name
 
+STANDARDIZED = ("adora", "crbc", "dr_mas", "ecpo", "g2po", "graphgpo", "milegpo", "pgpo")  # by their papers
+
 METHODS = {name: Method(name) for name in ESTIMATORS if AVAILABLE_ARRAYS.keys() >= set(parameters(name)[0])} | {
     "dapo": Method("grpo", clip_high=0.28, dynamic_sampling=True),  # Yu et al., 2025, arXiv 2503.14476
-    # These papers divide by the standard deviation.
-    **{name: Method(name, normalize="mean_std") for name in ("adora", "dr_mas", "ecpo", "g2po", "graphgpo", "milegpo", "pgpo")},
+    **{name: Method(name, normalize="mean_std") for name in STANDARDIZED},
     # One length-normalised ratio for each action, clipped like PPO's.
     "gagpo": Method("gagpo", normalize="mean_std", loss="gspo", clip_low=0.2, clip_high=0.2),
     "gbpo": Method("gbpo", loss="gbpo"),

@@ -3,6 +3,8 @@
 Nothing here is taken from `hgpo_jax`.
 """
 
+import numpy as np
+
 
 def goal_distances(data, next_states, success):
     """{step: distance of its next state to the node "success"}: breadth-first from there, by prompt group."""
@@ -21,6 +23,34 @@ def goal_distances(data, next_states, success):
         for s in steps:
             reachable = "success" in after.values()
             result[s] = distance.get(after[s], max(distance.values()) + 1) if reachable else None
+    return result
+
+
+def closure(data, next_states, success, beta=0.98):
+    """{step: discounted value of where it leads}: CRBC's V (eq. 8 and 9) by a linear system for each prompt group.
+
+    Written from the paper's text by someone who had not seen `hgpo_jax`.
+    """
+    result = {}
+    for group in set(data.groups):
+        after, visits = {}, {}
+        for b, t in data.all:
+            if data.groups[b] != group:
+                continue
+            ended = t + 1 == data.length[b]
+            after[b, t] = ("won" if success[b] else "lost") if ended else int(next_states[b, t])
+            visits.setdefault(data.states[b][t], []).append(after[b, t])
+        index = {s: i for i, s in enumerate(visits)}
+        walk, won = np.zeros((len(index), len(index))), np.zeros(len(index))
+        for s, all_after in visits.items():
+            for x in all_after:
+                if x == "won":
+                    won[index[s]] += beta / len(all_after)
+                elif x in index:
+                    walk[index[s], index[x]] += 1 / len(all_after)
+        value = np.linalg.solve(np.eye(len(index)) - beta * walk, won)
+        for s, x in after.items():
+            result[s] = beta * (1.0 if x == "won" else float(value[index[x]]) if x in index else 0.0)
     return result
 
 

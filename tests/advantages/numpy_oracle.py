@@ -8,7 +8,7 @@ import copy
 from statistics import NormalDist
 
 import numpy as np
-from numpy_graphs import goal_distances, milestone_returns
+from numpy_graphs import closure, goal_distances, milestone_returns
 from numpy_steps import EPSILON, deviations, group_means, grouped
 
 
@@ -350,6 +350,21 @@ def graphgpo(data, next_states, success, step_weight=1.0, statistics="per_step",
     step = step_part(data, returns, normalize)
     episode = grpo(data, statistics, normalize, invalid_penalty)
     return {s: episode[s] + step_weight * step[s] for s in data.all}
+
+
+def crbc(
+    data, next_states, success, actions, step_weight=5.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1
+):
+    after = closure(data, next_states, success)
+    act = {(b, t): "invalid" if data.invalid[b][t] else int(actions[b, t]) for b, t in data.all}
+    result = grpo(data, statistics, normalize, invalid_penalty)
+    for visits in grouped(data.all, lambda s: (data.peers(s), data.states[s[0]][s[1]])).values():
+        value = np.mean([after[s] for s in visits])
+        gain = {s: np.mean([after[o] for o in visits if act[o] == act[s]]) - value for s in visits}
+        sigma = np.sqrt(np.mean([x * x for x in gain.values()]))
+        if len({act[s] for s in visits}) > 1:
+            result |= {s: result[s] + step_weight * gain[s] / max(sigma, 0.1) for s in visits}
+    return result
 
 
 def g2po(data, success, gamma=0.95, step_weight=1.0, statistics="per_step", normalize="mean_std", invalid_penalty=0.1):

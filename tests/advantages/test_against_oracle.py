@@ -30,6 +30,8 @@ EXACT = [
     ("himac", {"normalize": "mean"}),
     ("eb_gae", {"history_length": 3, "lam": 0.0}),
     ("eb_td", {}),
+    ("crbc", {"statistics": "per_trajectory"}),
+    ("crbc", {"normalize": "mean", "step_weight": 0.5}),
     ("ecpo", {"statistics": "per_trajectory"}),
     ("ecpo", {"normalize": "mean", "prior_count": 0.5, "gate_count": 1.5, "step_weight": 3.0}),
     ("graphgpo", {"statistics": "per_trajectory", "step_weight": 0.5}),
@@ -64,6 +66,7 @@ CONTINUOUS = [
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in LATER]
 # Comparisons of episodes, of states, of contexts and of actions, for teams whose roles are told apart.
 BY_ROLE = [
+    ("crbc", {}),
     ("ecpo", {}),
     ("eb_td", {}),
     ("gagpo", {"lam": 0.7}),

@@ -149,6 +149,35 @@ def test_g2po():
     check("g2po", GRAPH, [won, lost, lost])
 
 
+def with_actions(batch, *acts):
+    for b, act in enumerate(acts):
+        batch["actions"][b, : len(act)] = act
+    return batch
+
+
+def test_crbc():
+    # 1 -x-> 2 -y-> won; 1 -x-> 2 -z-> lost; 1 -w-> 3 -y-> lost. beta = 0.98. V(2) = 0.49, V(3) = 0; Q(1, x) = 0.4802,
+    # Q(1, w) = 0, V(1) = 2/3 of it. Deviations in 1: d = 0.4802 / 3, d and -2d, their std R2 d; in 2 0.49 and -0.49.
+    batch = episodes([(1, 2), (1, 2), (1, 3)], REWARDS, WON)
+    batch = with_actions(batch, (4, 5), (4, 6), (7, 5))
+    up, down = 20 / 3, -10 / 3
+    expected = [[up + 5 / R2, up + 5], [down + 5 / R2, down - 5], [down - 5 * R2, down]]
+    check("crbc", batch, expected, normalize="mean")
+    # 1 -x-> 2 -y-> won; 1 -w-> 4 -y-> 2 -y-> won; 1 -x-> 2 -z-> lost, whose last observation is 2 and is not gone on from.
+    # V(2) = 0.98 * 2/3; Q(1, x) = 0.98 V(2), Q(1, w) = 0.98^2 V(2): they differ by less than sigma_min, and are divided by 0.1.
+    batch = episodes([(1, 2), (1, 4, 2), (1, 2)], [10, 10, 0], [True, True, False], after=[9, 9, 2])
+    batch = with_actions(batch, (4, 5), (7, 5, 5), (4, 6))
+    less = 10 * (1 - 0.98) * 0.98**2 * 2 / 3 / 3
+    up, down = 10 - 50 / 7, -50 / 7
+    won, lost = up + 5 / R2, down - 5 * R2
+    expected = [[up + 5 * less, won, 0], [up - 10 * less, up, won], [down + 5 * less, lost, 0]]
+    check("crbc", batch, expected, normalize="mean")
+    # An invalid action is not the one that its id says; its penalty is in the episode's part alone.
+    batch = with_actions(episodes([(1,), (1,)], [10, 0], [True, False], invalid=[(1, 0)]), (4,), (4,))
+    half = (10 + PENALTY) / 2
+    check("crbc", batch, [[half + 5], [-half - 5]], normalize="mean")
+
+
 def test_milegpo():
     # Milestones 1 and 2. Success rates 1/3 and 1 against 1/3 of all; both on all successes; degrees 4 and 2 of at most 4.
     # Scores: 0 + 1 + 1/4 and 2/3 + 1 + 1/8. From 1, the branch to 2 has margin 1, the largest. Its progress is 1 + 2/3, as

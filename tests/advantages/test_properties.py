@@ -138,7 +138,7 @@ LEARNED = {"gae", "hiper", "hbpo"}  # they compare with learned values or a budg
 # Turns are compared too, and may differ.
 LATER = ("adora", "dvao", "g2rpo", "gbpo", "hapo")  # compared in the slow tests
 BY_TURN = {
-    "beacon", "eb_gae", "eb_td", "ecpo", "g2po", "gagpo", "gigpo", "graphgpo", "hgpo", "himac", "milegpo", "pgpo",
+    "beacon", "crbc", "eb_gae", "eb_td", "ecpo", "g2po", "gagpo", "gigpo", "graphgpo", "hgpo", "himac", "milegpo", "pgpo",
     "reinforce_pp",
 }  # fmt: skip
 

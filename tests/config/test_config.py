@@ -250,6 +250,6 @@ def test_a_methods_normalization_is_its_papers_unless_it_is_given():
             given = load(None, [f"method={name}", "advantage.normalize=mean"])
             assert estimator_options(given, method.estimator)["normalize"] == "mean"
     assert {name for name, value in options.items() if value == "mean_std"} == {
-        "adora", "dr_mas", "ecpo", "g2po", "gagpo", "graphgpo", "milegpo", "pgpo",
+        "adora", "crbc", "dr_mas", "ecpo", "g2po", "gagpo", "graphgpo", "milegpo", "pgpo",
     }  # fmt: skip
     assert {options[name] for name in ("hgpo", "gigpo", "grpo", "dapo", "gspo", "himac", "kpo")} == {"mean"}
