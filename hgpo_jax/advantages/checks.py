@@ -88,8 +88,9 @@ OPTIONS: dict[str, tuple[Callable[[object], bool], str]] = {
 def unknown_name(kind: str, name: str, names: Iterable[str]) -> str:
     """Returns the text of an error about an unknown name."""
     names = sorted(names)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return f"unknown {kind} '{name}': did you mean '{close[0]}'? Known: {', '.join(names)}"
+    close = difflib.get_close_matches(name, names, n=1)
+    guess = f"did you mean '{close[0]}'? " if close else ""
+    return f"unknown {kind} '{name}': {guess}Known: {', '.join(names)}"
 
 
 def check_option(name: str, value: object) -> None:

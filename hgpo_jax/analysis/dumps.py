@@ -77,10 +77,13 @@ class Dump:
     def estimate(self, name: str = "", **options: Any) -> Estimate:
         """Returns the record of `hgpo_jax.advantages.estimate` on these episodes, as NumPy arrays.
 
-        name: an estimator, by default the run's own. options: overrides of the run's settings, or arrays that a dump does not
-          hold.
+        name: an estimator, also one of your own by its place, as in `method=`; by default the run's own.
+        options: overrides of the run's settings, or arrays that a dump does not hold.
+
         Raises ValueError as `estimate` does.
         """
+        if name not in ESTIMATORS and ":" in name:
+            methods.method_named(name)  # lists it
         record = methods.estimate_episodes(self.config, self.episodes, name or self.estimator, **options)
         return jax.tree.map(np.asarray, record)
 

@@ -97,7 +97,7 @@ def check(config: Config, episodes: int) -> tuple[list[str], str]:
         return report.faults, ""
     kind = "compiled" if in_words else "text"
     heading = f"{name}: {kind}; {report.speed:,.0f} steps/s; {groups} tasks, {GROUP} episodes each"
-    odd = dict.fromkeys(f"warning: {line}" for play in report.plays.values() for line in warnings(play))
+    odd = dict.fromkeys(f"warning: {line}" for name, play in report.plays.items() for line in warnings(play, name))
     return report.faults, "\n".join([heading, table(report.plays, K, unit), *odd])
 
 

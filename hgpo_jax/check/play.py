@@ -51,17 +51,19 @@ class Report:
     speed: float = 0.0
 
 
-def warnings(play: Play) -> Iterator[str]:
-    """Yields oddities of episodes that may be intended."""
+def warnings(play: Play, player: str = "") -> Iterator[str]:
+    """Yields oddities of episodes that may be intended. player: as in `Report.plays`."""
     won, lost, total, length = play.success == 1, play.success == 0, play.rewards, play.mask.sum(1)
     judged, limit = won.sum() + lost.sum(), play.mask.shape[1]
+    if player.startswith("expert") and judged and not won.any():
+        yield f"{player}: wins none of {judged} episodes, and this is what the warm start clones; see that it can win"
     if play.invalid[play.mask].all():
         yield (
             "commands: none that was tried was admissible; where an environment lists none to choose from, random play says "
             "nothing of success and peers"
         )
     if not judged:
-        yield "success: is unknown in all episodes; where the environment can tell, say it as won"
+        yield "success: is unknown in all episodes; say it as won, or for gymnasium: give env.options.won_above"
     elif won.any() and total[won].max() <= 0:
         yield f"success: episodes that are won have rewards of at most {total[won].max():g} in total; see that both agree"
     elif not won.any() and total.max() > 0:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from hgpo_jax.check.play import GROUP, Play, Report
-from hgpo_jax.envs.protocol import BegunTextEnv, TextEnv
+from hgpo_jax.envs.protocol import BegunTextEnv, TextEnv, TextExpert
 from hgpo_jax.policy.answers import find_action
 from hgpo_jax.rollout.chat_prompts import PromptInput
 from hgpo_jax.rollout.requirements import Hangs, deadline, member_faults
@@ -20,6 +20,7 @@ from hgpo_jax.rollout.scripted_play import prompt_inputs
 from hgpo_jax.rollout.state_keys import key_numbers
 from hgpo_jax.rollout.workers import EnvOutput, read_output
 from hgpo_jax.utils.errors import one_line
+from hgpo_jax.utils.untraceable import untraceable
 
 REPLAYED = 8  # tasks with an episode that is replayed
 NONSENSE = "no such command"
@@ -45,6 +46,17 @@ class _Checked:
         self.steps += 1
         return self._answer(f"step({action!r:.80})", self._env.step, action, "(observation, commands, reward, done, info)")
 
+    def expert(self, history_length: int) -> str:
+        call = f"expert({history_length})"
+        with deadline(call):
+            try:
+                action = self._env.expert(history_length)
+            except (Exception, SystemExit) as error:
+                raise _Fault(one_line(f"{call}: {untraceable(type(self._env).expert, error)}; see to it")) from None
+        if not isinstance(action, str):
+            raise _Fault(f"{call}: returns {action!r:.80}, a {type(action).__name__}; return the action as a text")
+        return action
+
     def _answer(self, call: str, method: Callable, argument, form: str) -> EnvOutput:
         began = time.perf_counter()
         with deadline(call):
@@ -64,7 +76,7 @@ class _Checked:
 def check(
     make: Callable, env, tasks: Sequence[int], seed: int, history_length: int, measure: Measure, state_key: str = ""
 ) -> Report:
-    """Plays an episode of each task with random commands.
+    """Plays an episode of each task with random commands, and one with the environment's own player, if it has one.
 
     Args:
       make: makes a further environment.
@@ -92,15 +104,28 @@ def check(
             used = _Checked(make())
     if not episodes:
         return Report(list(faults.values()))
-    inputs = [each for episode in episodes.values() for each in prompt_inputs(*episode, history_length)]
-    lengths, too_long = measure(inputs)
+    by_player = {"random commands": episodes}
+    if isinstance(env, TextExpert) and not faults:
+        by_player["expert"] = by_expert = dict[int, Episode]()
+        player = _Checked(make())
+        try:
+            for number, task in enumerate(tasks):
+                by_expert[number] = _play(player, task, lambda _: player.expert(history_length))
+        except (_Fault, Hangs) as fault:
+            faults["expert"] = str(fault)
+    plays, lengths, too_long = {}, list[int](), 0
+    for name, played in by_player.items():
+        if played:
+            inputs = [each for episode in played.values() for each in prompt_inputs(*episode, history_length)]
+            of_player, cut = measure(inputs)
+            plays[name] = _as_play(played, of_player, env.max_turns, state_key)
+            lengths, too_long = lengths + of_player, too_long + cut
     if too_long:
         faults["prompt"] = (
             f"rollout.prompt_limit: {too_long} of {len(lengths)} prompts are longer, and lose history or more; raise it, lower "
             "rollout.history_length, or shorten observations or env.template"
         )
-    play = _as_play(episodes, lengths, env.max_turns, state_key)
-    return Report(list(faults.values()), {"random commands": play}, used.steps / max(used.seconds, 1e-9))
+    return Report(list(faults.values()), plays, used.steps / max(used.seconds, 1e-9))
 
 
 def _play(env: _Checked, task: int, choose: Callable[[list[str]], str]) -> Episode:

@@ -18,6 +18,7 @@ from hgpo_jax.rollout.requirements import deadline
 from hgpo_jax.rollout.turn_budgets import goal_of, with_budget
 from hgpo_jax.rollout.workers import EnvOutput, opened, read_output
 from hgpo_jax.utils.errors import one_line
+from hgpo_jax.utils.untraceable import untraceable
 
 
 class ScriptedEpisode(NamedTuple):
@@ -54,7 +55,8 @@ def play(
             try:
                 yield _episode(env, task, noise, history_length, random, time_limit, budgeted)
             except Exception as error:  # any error of an environment or its player
-                raise ValueError(one_line(f"task {task} cannot be played: {type(error).__name__}: {error}")) from None
+                what = error if type(error) is ValueError else f"{type(error).__name__}: {error}"
+                raise ValueError(one_line(f"task {task} cannot be played: {what}")) from None
 
 
 def _episode(
@@ -65,12 +67,19 @@ def _episode(
     actions: list[str] = []
     while not outputs[-1].done and len(actions) < env.max_turns:
         output = outputs[-1]
-        labels.append(env.expert(history_length) if isinstance(env, TextExpert) else _random_command(output, random))
+        labels.append(_by_expert(env, history_length) if isinstance(env, TextExpert) else _random_command(output, random))
         actions.append(_random_command(output, random) if random.random() < noise and output.commands else labels[-1])
         with deadline(f"step({actions[-1]!r:.80})", time_limit):
             outputs.append(budgeted(read_output(env, env.step(actions[-1]), 5)))
     inputs, roles = prompt_inputs(outputs, actions, history_length), [output.role for output in outputs[: len(actions)]]
     return ScriptedEpisode(inputs, roles, labels, bool(outputs[-1].won))
+
+
+def _by_expert(env: TextExpert, history_length: int) -> str:
+    try:
+        return env.expert(history_length)
+    except Exception as error:  # any error of a user's code
+        raise ValueError(f"expert({history_length}): {untraceable(type(env).expert, error)}") from None
 
 
 def prompt_inputs(outputs: list[EnvOutput], actions: list[str], history_length: int) -> list[PromptInput]:

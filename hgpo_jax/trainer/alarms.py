@@ -14,7 +14,7 @@ from hgpo_jax.rollout.episodes import Episodes
 from hgpo_jax.utils.errors import RunError
 
 FEW_PEERS = 0.02  # of the steps after the first step, which all episodes of a prompt group share
-NEVER_WON = 10  # iterations with rewards above 0 but no success
+NEVER_WON = 10  # iterations without a success
 MANY_CUT = 0.05  # of the prompts
 MANY_FAILED = 0.1  # of the episodes; of those of programs, by one cause
 MANY_WRONG = 0.5  # of the answers of text environments
@@ -46,7 +46,7 @@ class Alarms:
         self._in_a_row = 0
         self._config, self._masks = config, config.learner.unfinished == "mask"
         self._active: set[str] = set()
-        self._won, self._rewarded = False, 0  # whether an episode was ever a success; iterations with rewards above 0
+        self._won, self._rewarded, self._seen = False, 0, 0  # was an episode ever a success; iterations rewarded, and all
         for row in earlier:
             self._count(row)
 
@@ -54,6 +54,7 @@ class Alarms:
         self._in_a_row = self._in_a_row + 1 if row.get("nonfinite_steps") else 0
         self._won |= row.get("success", 1) is None or not row.get("success", 1) <= 0  # an unknown success rules out "never"
         self._rewarded += row.get("rewarded", 0) > 0
+        self._seen += 1
 
     def check(self, row: dict, episodes: Episodes | None = None) -> list[str]:
         """Returns warnings about a row of metrics; a warning is not repeated while its cause lasts.
@@ -150,6 +151,11 @@ class Alarms:
             wrong["never won"] = (
                 f"in {self._rewarded} iterations episodes had rewards above 0 in total, and none was ever a success; that is "
                 "what the environment says (won), not a reward: see that it says it"
+            )
+        elif not self._won and not self._rewarded and self._seen >= NEVER_WON:
+            wrong["never won"] = (
+                f"in {self._seen} iterations no episode was a success or had rewards above 0 in total, so that nothing is "
+                "learned but to avoid penalties; give easier tasks, a warm start or a better policy"
             )
         first = 1 / max(row.get("turns", 1), 1)
         if (peers := row.get("peers/level0")) is not None and first < 1 and row.get("kept_share") != 0:

@@ -47,7 +47,7 @@ from hgpo_jax.setup.job import Job, PolicySetup
 from hgpo_jax.utils import distributed
 from hgpo_jax.utils.errors import ConfigError, RunError
 from hgpo_jax.utils.heartbeat import phase
-from hgpo_jax.utils.progress import Progress, say
+from hgpo_jax.utils.progress import Progress, say, warn
 
 NOISE = 0.3  # share of random admissible actions in the generated play; the expert's choice stays the label
 WARMUP_STEPS = 100
@@ -242,6 +242,8 @@ def clone(job: Job) -> dict:
             progress.update(steps, shown)
             if reached >= stop_at:
                 break
+    if aim == "success" and not success.any():
+        warn("warm start: the environment calls none of the cloned episodes a success; see its player with hgpo_jax.check")
     decided = sum(student.count for student in students.values())
     say(
         f"warm start: {step + steps} steps of behaviour cloning on {decided:,} decisions of "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -149,7 +150,7 @@ def live_line(row: dict) -> dict:
     """Returns the fields of an iteration that the live line shows."""
     rate = row["tokens_per_second"]
     return {
-        "success": f"{row['success']:.2f}",
+        "success": "unknown" if math.isnan(row["success"]) else f"{row['success']:.2f}",
         "return": f"{row['return']:.2f}",
         "tok/s": f"{rate / 1e3:.0f}k" if rate >= 1e4 else f"{rate:.0f}",
         "rollout": f"{row['seconds']['rollout']:.2f}s",

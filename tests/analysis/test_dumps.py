@@ -11,7 +11,7 @@ import pytest
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 from hgpo_jax import analysis
-from hgpo_jax.advantages import estimate
+from hgpo_jax.advantages import ESTIMATORS, estimate
 from hgpo_jax.analysis import diagnostics, dumps, plots
 from hgpo_jax.config import load
 from hgpo_jax.policy.tokenizer import text_tokenizer
@@ -58,6 +58,22 @@ def test_estimates_have_the_runs_own_settings(dump, hgpo):
     assert "gae" not in dump.estimators
     with pytest.raises(ValueError, match="gae needs values"):
         dump.estimate("gae")
+
+
+def test_an_estimator_of_ones_own_is_loaded_by_its_place(dump, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from hgpo_jax.advantages import Estimate\n"
+        "def totals(batch):\n"
+        "    return Estimate(advantages=batch.rewards.sum(1, keepdims=True) * batch.mask, returns=batch.rewards)\n"
+    )
+    place = f"{tmp_path / 'mine.py'}:totals"
+    expected = dump.episodes.rewards.sum(1, keepdims=True) * dump.episodes.mask
+    np.testing.assert_allclose(dump.estimate(place).advantages, expected, rtol=1e-6)
+    del ESTIMATORS[place]
+    with pytest.raises(ValueError, match=r"mine\.py:other"):
+        dump.estimate(place.replace("totals", "other"))
+    with pytest.raises(ValueError, match="unknown estimator 'nothing like it': Known: adora, "):
+        dump.estimate("nothing like it")
 
 
 def test_roles_are_told_where_there_are_several(dump):

@@ -345,6 +345,38 @@ def test_nothing_is_said_of_what_is_as_it_should_be(make, key):
     assert list(warnings(play_of(make, key))) == []
 
 
+class Solved(Guess):
+    """Has a player."""
+
+    def expert(self, history_length):
+        return f"guess {self.number}"
+
+
+def expert_check(expert):
+    make = type("Player", (Solved,), {"expert": expert})
+    return text.check(make, make(), np.repeat(np.arange(8), GROUP).tolist(), 0, 2, lambda inputs: ([1] * len(inputs), 0))
+
+
+def test_the_environments_own_player_plays_too():
+    plays = text.check(Solved, Solved(), [0] * 8 + [1] * 8, 0, 2, lambda inputs: ([1] * len(inputs), 0)).plays
+    assert list(plays) == ["random commands", "expert"] and plays["expert"].success.all()
+    assert not plays["random commands"].success.all()
+    lost = expert_check(lambda self, history_length: f"guess {self.number + 1}")
+    assert lost.faults == []
+    said = next(warnings(lost.plays["expert"], "expert"))
+    assert said.startswith("expert: wins none of 64 episodes, and this is what the warm start clones")
+
+
+@pytest.mark.parametrize(("expert", "fault"), [
+    (lambda self, history_length: 1 / 0, "expert(2): line "),
+    (lambda self: "guess 1", "expert(2): fails with TypeError: "),
+    (lambda self, history_length: None, "expert(2): returns None, a NoneType; return the action as a text"),
+])  # fmt: skip
+def test_faults_of_the_environments_own_player(expert, fault):
+    (said,) = expert_check(expert).faults
+    assert said.startswith(fault) and "\n" not in said
+
+
 def test_unknown_success_is_no_number_in_the_table():
     play = play_of(ODD["success: is unknown in all episodes"])
     assert table({"random commands": play}, 0, "words").splitlines()[1].split()[2] == "unknown"

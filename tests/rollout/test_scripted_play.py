@@ -79,8 +79,13 @@ def test_an_environment_that_hangs_does_not_hang_its_caller(time_limit, waited, 
 
 def test_what_cannot_be_played_is_said_in_a_line(monkeypatch):
     monkeypatch.setattr(Count, "faulty", True)
-    with pytest.raises(ValueError, match=r"^task 3 cannot be played: KeyError: 'expert'$"):
+    with pytest.raises(
+        ValueError, match=r"^task 3 .*: expert\(1\): line \d+, `raise KeyError.*: fails with KeyError: 'expert'$"
+    ):
         list(play(Count, [3], noise=0.0, history_length=1, seed=0))
+    monkeypatch.setattr(Random, "step", lambda self, action: 1 / 0)
+    with pytest.raises(ValueError, match=r"^task 1 cannot be played: ZeroDivisionError: division by zero$"):
+        list(play(Random, [1], noise=0.0, history_length=1, seed=0))
     monkeypatch.setattr(Random, "reset", lambda self, task: ("0", []))
     with pytest.raises(ValueError, match=r"task 1 cannot .* lists no commands to choose from, and has no expert"):
         list(play(Random, [1], noise=0.0, history_length=1, seed=0))

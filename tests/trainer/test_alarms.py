@@ -73,7 +73,9 @@ def test_a_signal_that_is_no_number_is_not_blamed_on_the_method(fields, mend):
 
 @pytest.mark.parametrize(("rows", "said"), [
     ([{"success": 0.5, "won_unrewarded": 1.0}] * 3, [0]), ([{"success": 0.5, "won_unrewarded": 0.9}] * 3, []),
-    ([{"success": 0.0, "rewarded": 0.1}] * 12, [9]), ([{"success": 0.0, "rewarded": 0.0}] * 12, []),
+    ([{"success": 0.0, "rewarded": 0.1}] * 12, [9]), ([{"success": 0.0, "rewarded": 0.0}] * 12, [9]),
+    ([{"success": 0.2}] + [{"success": 0.0, "rewarded": 0.0}] * 11, []),
+    ([{"success": math.nan, "rewarded": 0.0}] * 12, []),
     ([{"success": 0.1, "rewarded": 0.1}] + [{"success": 0.0, "rewarded": 0.1}] * 12, []),
     ([{"success": math.nan, "rewarded": 0.1}] * 12, []),  # unknown
     ([{"peers/level0": 0.2, "turns": 5.0}] * 3, [0]), ([{"peers/level0": 0.23, "turns": 5.0}] * 3, []),  # the first is shared
