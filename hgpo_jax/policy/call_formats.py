@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 THINK, THINK_END = "<think>", "</think>"
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -21,6 +21,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _CALL_OR_THINK = re.compile(f"{CALL}|{THINK}")
 _SPACE, _SEPARATOR = re.compile(r"\s*"), re.compile(r"\s*;?\s*")
 _JSON = json.JSONDecoder()
+_Value = TypeVar("_Value")
 
 
 class Call(NamedTuple):
@@ -199,7 +200,7 @@ class QwenCoderCalls(TaggedCalls):
 
     def call(self, value: Any) -> Call:
         name, texts = value
-        schemas = self.parameters.get(name, {}).get("properties") or {}
+        schemas = _keyword(self.parameters.get(name), "properties", dict)
         return _checked(name, {key: _typed(text, _types(schemas.get(key))) for key, text in texts.items()})
 
 
@@ -327,13 +328,17 @@ _TYPE_NAMES = {
 
 def _types(schema: Any) -> set[str]:
     """Returns the names of the types that a JSON schema allows; none if it does not tell, as with a reference."""
-    if not isinstance(schema, dict):
-        return set()
-    types = schema.get("type", [])
-    names = {types} if isinstance(types, str) else set(types)
-    for part in [*schema.get("anyOf", ()), *schema.get("oneOf", ())]:
+    types = [_keyword(schema, "type", str), *_keyword(schema, "type", list)]
+    names = {name for name in types if isinstance(name, str) and name}
+    for part in [*_keyword(schema, "anyOf", list), *_keyword(schema, "oneOf", list)]:
         names |= _types(part)
-    return names or {_TYPE_NAMES[type(value)] for value in schema.get("enum", ())}
+    return names or {_TYPE_NAMES[type(value)] for value in _keyword(schema, "enum", list)}
+
+
+def _keyword(schema: Any, name: str, kind: type[_Value]) -> _Value:
+    """Returns a keyword of a JSON schema; an empty one where a client's schema has none of this kind, or is no schema."""
+    value = schema.get(name) if isinstance(schema, dict) else None
+    return value if isinstance(value, kind) else kind()
 
 
 def _typed(text: str, types: set[str]) -> Any:

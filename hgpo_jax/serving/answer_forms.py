@@ -139,7 +139,7 @@ def form_of(request: SamplingRequest, texts: ServedText, field: str) -> AnswerFo
         thought = "begun"
     elif frame and frame.has_switch and not frame.opened:
         thought = "possible"
-    json = None if schema is None else Json(field, schema)
+    json = None if schema is None else Json(field, schema, not request.lenient)
     return AnswerForm(thought, json, calls, arguments, several=several)
 
 

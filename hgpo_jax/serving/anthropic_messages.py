@@ -184,10 +184,11 @@ class MessagesBody(SamplingBody):
             [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
             {"any": "", "tool": self.tool_choice.name}.get(self.tool_choice.type),
             None if self.thinking is None else self.thinking.type != "disabled",
-            strict_tools(self.tools),
+            strict_tools(tools),
         )
         request = self.sampling(conversation, self.max_tokens, self.stop_sequences)
-        request.schema = self.output_config.format.json_schema if self.output_config.format else None
+        if schema := self.output_config.format:
+            request.schema, request.lenient = schema.json_schema, schema.strict is False
         request.parallel_calls = not self.tool_choice.disable_parallel_tool_use
         return request
 

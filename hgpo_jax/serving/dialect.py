@@ -40,10 +40,9 @@ class Dialect(Protocol):
 def token_logprobs(exchange: Exchange, tokens: Sequence[int], logp: Sequence[float]) -> list[dict[str, Any]]:
     """Builds the log-probabilities of sampled tokens, in OpenAI's words."""
     content = []
-    for token, value in zip(map(exchange.texts.token, tokens), logp, strict=True):
-        # A part of a character has no text, and only the tokenizer's own model knows its bytes.
-        code = None if "\ufffd" in token else list(token.encode())
-        content.append({"token": token, "logprob": value, "bytes": code, "top_logprobs": []})
+    for index, value in zip(tokens, logp, strict=True):
+        told = {"token": exchange.texts.token(index), "logprob": value, "bytes": exchange.texts.token_bytes(index)}
+        content.append(told | {"top_logprobs": []})
     return content
 
 

@@ -150,13 +150,14 @@ class ChatBody(CompletionBody):
             [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
             call,
             self.chat_template_kwargs.thinking,
-            strict_tools(tool.function for tool in self.tools),
+            strict_tools(tools),
         )
         request = self.sampling(conversation, self.max_completion_tokens or self.max_tokens, self.stop)
         request.n, request.parallel_calls = self.n, self.parallel_tool_calls
         request.json_object = self.response_format is not None and self.response_format.type == "json_object"
         if self.response_format is not None and self.response_format.type == "json_schema":
-            request.schema = self.response_format.json_schema.json_schema
+            schema = self.response_format.json_schema
+            request.schema, request.lenient = schema.json_schema, schema.strict is False
         return request
 
 
@@ -170,12 +171,23 @@ def _one_prompt(value: Any) -> Any:
 
 
 class TextBody(CompletionBody):
-    """The body of a text completion; a prompt is a text or token ids, or one of them in a list."""
+    """The body of a text completion; a prompt is a text or token ids, or one of them in a list.
+
+    best_of: of how many answers n are returned; here of n, so that 1 and n change nothing.
+    """
 
     prompt: Annotated[
         str | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)], pydantic.BeforeValidator(_one_prompt)
     ]
     logprobs: int | None = Field(None, ge=0, le=1)  # only for sampled tokens, for either value
+    best_of: int | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _returns_all(self):
+        if self.best_of not in (None, 1, self.n):
+            said = f"best_of: {self.best_of} is not n, {self.n}, and all answers are returned; leave it out"
+            raise ApiError(400, said, param="best_of")
+        return self
 
     def request(self) -> SamplingRequest:
         """Translates the body."""

@@ -152,23 +152,31 @@ class ResponsesBody(SamplingBody):
             [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
             call,
             self.chat_template_kwargs.thinking,
-            strict_tools(self.tools),
+            strict_tools(tools),
         )
         request = self.sampling(conversation, self.max_output_tokens, self.stop)
         request.parallel_calls, request.json_object = self.parallel_tool_calls, self.text.format.type == "json_object"
         if self.text.format.type == "json_schema":
-            request.schema = self.text.format.json_schema
+            request.schema, request.lenient = self.text.format.json_schema, self.text.format.strict is False
         return request
 
     def _messages(self) -> list[dict[str, Any]]:
-        """Returns the conversation as a chat template takes it: calls belong to the assistant's message before them."""
+        """Returns the conversation as a chat template takes it.
+
+        Calls and texts of the assistant that stand together are one message, whichever comes first: results of tools follow it.
+        """
         messages: list[dict[str, Any]] = []
         if self.instructions is not None:
             messages.append({"role": "system", "content": self.instructions})
         for item in self.input:
             if isinstance(item, Message):
                 role = "system" if item.role == "developer" else item.role
-                messages.append({"role": role, "content": joined(item.content, role)})
+                last, content = messages[-1] if messages else {}, joined(item.content, role)
+                texts = [text for text in (last.get("content"), content) if isinstance(text, str)]
+                if role == "assistant" and "tool_calls" in last and len(texts) == 2:
+                    last["content"] = "\n".join(filter(None, texts))
+                else:
+                    messages.append({"role": role, "content": content})
             elif isinstance(item, FunctionCallOutput):
                 messages.append(tool_result(joined(item.output), item.call_id))
             elif isinstance(item, FunctionCall):

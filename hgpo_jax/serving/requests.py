@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal, TypeVar
@@ -131,7 +132,8 @@ class SamplingRequest:
 
     decoding: those of temperature, top_p and top_k that it names. limit: tokens of the longest response. parallel_calls:
     whether an answer may call several tools. json_object: whether an answer should be a JSON object. schema: of the JSON that
-    it must be; None: it need not. ignored: the fields without an effect.
+    it must be; None: it need not. lenient: whether what of the schema cannot be enforced is left out, not refused. ignored: the
+    fields without an effect.
     """
 
     model: str
@@ -144,6 +146,7 @@ class SamplingRequest:
     parallel_calls: bool = True
     json_object: bool = False
     schema: dict[str, Any] | None = None
+    lenient: bool = False
     stream: bool = False
     metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
     ignored: list[str] = dataclasses.field(default_factory=list)
@@ -219,7 +222,7 @@ class SamplingBody(OpenBody):
 
 
 class JsonSchema(OpenBody):
-    """A schema for an answer. name, description, strict: without an effect, since every schema is enforced."""
+    """A schema for an answer, which is strict unless it says that it is not. name, description: without an effect."""
 
     name: str | None = None
     description: str | None = None
@@ -332,12 +335,19 @@ def _without_surrogates(body: bytes | bytearray) -> bytes | bytearray:
         return body
 
 
+def _finite(written: str) -> float:
+    """Reads a number. Raises ApiError for NaN and infinite ones, as 1e999: an answer that tells them would be no JSON."""
+    if not math.isfinite(number := float(written)):
+        raise ApiError(400, f"the body holds {written[:20]}, which is no finite number; write one, or null")
+    return number
+
+
 def parse(model: type[AnyBody], body: bytes | bytearray | dict[str, Any]) -> AnyBody:
     """Parses a request's body, or fields of a request. Raises ApiError, in a line that names the field."""
     try:
         if isinstance(body, dict):
             return model.model_validate(body)
-        return model.model_validate_json(_without_surrogates(body) if _MAY_BE_SURROGATE.search(body) else body)
+        parsed = model.model_validate_json(_without_surrogates(body) if _MAY_BE_SURROGATE.search(body) else body)
     except pydantic.ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         # A location also names members of unions and validators, such as list[int].
@@ -346,3 +356,6 @@ def parse(model: type[AnyBody], body: bytes | bytearray | dict[str, Any]) -> Any
             first["type"], one_line(first["msg"].removeprefix("Value error, "))[:200]
         )
         raise ApiError(400, f"{where}: {what}" if where else what, param=where or None) from None
+    # In fields of any form pydantic takes them. To read again costs less than to search the bytes for what may be one.
+    json.loads(body, parse_constant=_finite, parse_float=_finite)
+    return parsed

@@ -7,9 +7,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from hgpo_jax.policy.answers import THINK_END, AnswerParser
 from hgpo_jax.policy.chat_template import ChatFrame, sanitized
 from hgpo_jax.policy.tokenizer import ACT
+
+_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}  # of the letters of byte-level vocabularies
 
 
 class ServedText:
@@ -126,3 +130,12 @@ class ServedText:
     def token(self, index: int) -> str:
         """Returns a single token, special or not, as it is reported with its log-probability."""
         return self._tokenizer.decode([index])
+
+    def token_bytes(self, index: int) -> list[int] | None:
+        """Returns the bytes of a single token; None for a part of a character in a vocabulary that is not byte-level."""
+        text = self.token(index)
+        if "\ufffd" not in text:
+            return list(text.encode())
+        piece = self._tokenizer.convert_ids_to_tokens(index)
+        code = bytes(_BYTE_OF[letter] for letter in piece) if _BYTE_OF.keys() >= set(piece) else b""
+        return list(code) if code.decode(errors="replace") == text else None

@@ -104,7 +104,7 @@ class Api:
         posted: dict[str, Any] = {path: functools.partial(self._endpoint, kind) for path, kind in DIALECTS.items()}
         posted |= {path: functools.partial(self._count_tokens, *form) for path, form in COUNTS.items()}
         posted["/sessions/{name}/reward"] = self._reward
-        read = {"/models": self._models, "/models/{name:path}": self._a_model}
+        read = {"/models": self._models, "/models/": self._models, "/models/{name:path}": self._a_model}
         self._app = Starlette(
             routes=[
                 Route("/health", self._health),

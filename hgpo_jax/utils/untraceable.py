@@ -18,7 +18,7 @@ REASONS: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
-def untraceable(function: Callable, error: Exception) -> str:
+def untraceable(function: Callable, error: BaseException) -> str:
     """Tells what to change in a function that raised `error` while it was traced."""
     module = sys.modules.get(getattr(function, "__module__", ""))
     file = getattr(module, "__file__", None)

@@ -221,11 +221,21 @@ def test_the_schema_types_the_values_of_qwen_coder(key, text, value):
 @pytest.mark.parametrize("parameters", [
     None, [], {"properties": None}, {"properties": []}, {"properties": {"at": None}}, {"properties": {"at": {"type": [[]]}}},
     {"properties": {"at": {"anyOf": 1}}}, {"properties": {"at": {"enum": 1}}}, {"properties": {"at": {"type": {}}}},
+    {"properties": [1]}, {"properties": "at"}, [1], "at", 1, {"properties": {"at": [1]}}, {"properties": {"at": {"type": 1}}},
+    *({"properties": {"at": {"type": "string", name: None}}} for name in ("anyOf", "oneOf", "enum")),
+    *({"properties": {"at": {name: some}}} for name in ("type", "anyOf", "oneOf", "enum")
+      for some in (None, [None], [[1]], [{}])),
 ])  # fmt: skip
-def test_a_schema_that_is_none_raises_nothing(parameters):
-    form = QwenCoderCalls([{"function": {"name": "look", "parameters": parameters}}])
-    answer = AnswerParser(form).parse(LOOK)
-    assert answer.content == ("" if answer.calls else LOOK)
+def test_a_schema_that_is_none_does_not_decide_what_is_a_call(parameters):
+    answer = AnswerParser(QwenCoderCalls([{"function": {"name": "look", "parameters": parameters}}])).parse(LOOK)
+    assert (answer.content, list(map(tuple, answer.calls))) == ("", [CODER_LOOK])
+
+
+def test_a_keyword_that_is_none_does_not_hide_the_others():
+    null = {"type": ["integer", None], "anyOf": None, "oneOf": None, "enum": None}
+    tools = [{"function": {"name": "look", "parameters": {"properties": {"at": null, "to": null | {"type": "string"}}}}}]
+    answer = AnswerParser(QwenCoderCalls(tools)).parse(block(parameter("at", "5"), parameter("to", "5")))
+    assert answer.calls[0].arguments == {"at": 5, "to": "5"}
 
 
 MARKS = [*TAGS, "<|python_tag|>", "{", "}", '"name"', "\n", " ", ";", ">", LLAMA, GO, LOOK, OPEN, A_THOUGHT]

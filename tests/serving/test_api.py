@@ -27,9 +27,11 @@ def test_answers_are_the_samplers(client, policy):
         np.testing.assert_allclose([one.logprob for one in content], logp, rtol=1e-4, atol=1e-4)
         assert choice.message.content == policy.tokenizer.decode(tokens, skip_special_tokens=True)
         assert choice.finish_reason == ("stop" if tokens[-1] == policy.tokenizer.eos_token_id else "length")
-        # A part of a character has no bytes.
-        assert any(one.bytes is None for one in content) and any(one.bytes for one in content)
-        assert all(one.bytes is None or bytes(one.bytes).decode() == one.token for one in content)
+        # A token may be a part of a character; together the bytes are the text.
+        assert any("\ufffd" in one.token for one in content)
+        assert all(bytes(one.bytes).decode(errors="replace") == one.token for one in content)
+        told = b"".join(bytes(one.bytes) for one in content).decode(errors="replace")
+        assert told == policy.tokenizer.decode(tokens)
         total += len(tokens)
     usage = answer.usage
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(ids), total, len(ids) + total)
@@ -109,6 +111,14 @@ def test_text_completions_and_stop_strings(client, policy):
     assert stopped.usage.completion_tokens == len(choice.token_ids) < len(tokens)
 
 
+@pytest.mark.parametrize("fields", [{"best_of": 2, "n": 2}, {"best_of": 1}, {"best_of": 1, "n": 2}])
+def test_the_best_of_as_many_as_are_returned_are_all_of_them(client, fields):
+    choices = client.completions.create(model="tiny", prompt="Once", max_tokens=2, **fields).choices
+    assert len(choices) == fields.get("n", 1)
+    with pytest.raises(openai.BadRequestError, match="best_of: 3 is not n, 2, and all answers are returned; leave it out"):
+        client.completions.create(model="tiny", prompt="Once", max_tokens=2, n=2, best_of=3)
+
+
 def test_without_a_seed_answers_differ(client):
     ask = lambda **more: client.chat.completions.create(model="tiny", messages=HELLO, **more).choices[0].message.content  # noqa: E731
     assert len({ask() for _ in range(3)}) > 1
@@ -120,6 +130,7 @@ def test_models_and_health(client, port, engine):
     assert [model.id for model in client.models.list()] == ["tiny"] == [client.models.retrieve("tiny").id]
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("a/b")
+    assert raw(port, get("/v1/models/")) == raw(port, get("/v1/models"))
     status, _, body = raw(port, get("/health"))
     load = json.loads(body)
     assert status == 200 and 0 <= load.pop("reused_share") < 1 and load == {"status": "ok", "active": 0, "waiting": 0}

@@ -37,7 +37,11 @@ def request(dialect, **fields):
 
 def asked(stage, dialect, **fields):
     """What is answered to a request: (status, headers, body)."""
-    return raw(stage.port, post(json.dumps(USUAL[dialect] | fields), PATHS[dialect]))
+    return raw(stage.port, post(json.dumps(USUAL[dialect] | fields), path_of(dialect)))
+
+
+def path_of(dialect):
+    return PATHS.get(dialect, "/v1/chat/completions")
 
 
 def text(kind, *texts):
@@ -97,6 +101,36 @@ def test_a_conversation_is_the_same_in_every_dialect(dialect):
     asked_for, chats = (request(kind, tools=TOOLS[kind], **CONVERSATION[kind]) for kind in (dialect, ChatCompletions))
     assert asked_for == chats and not asked_for.ignored
     assert len(asked_for.prompt.messages) == 10 and asked_for.prompt.messages[2]["tool_calls"][1]["function"]["name"] == "go"
+
+
+@pytest.mark.parametrize(
+    ("items", "told", "calls"),
+    [
+        ([of_responses("look", "desk"), "I look."], ["I look."], ["look"]),
+        ([of_responses("look", "desk"), "I look.", of_responses("go", "desk")], ["I look."], ["look", "go"]),
+        ([of_responses("look", "desk"), {"type": "reasoning"}, "I look."], ["I look."], ["look"]),
+        (["I look.", of_responses("look", "desk"), "I go.", of_responses("go", "desk")], ["I look.\nI go."], ["look", "go"]),
+        ([of_responses("look", "desk"), ""], [""], ["look"]),
+        (["I look.", "So.", of_responses("look", "desk")], ["I look.", "So."], ["look"]),  # two messages, as in chats
+    ],
+)
+def test_calls_and_texts_that_stand_together_are_one_message(items, told, calls):
+    """Otherwise the results would follow the wrong one."""
+    items = [{"role": "assistant", "content": item} if isinstance(item, str) else item for item in items]
+    done = {"type": "function_call_output", "call_id": "call_1", "output": "A desk."}
+    after = {"role": "assistant", "content": "Done."}
+    first, *messages = request(Responses, input=[*HELLO, *items, done, after]).prompt.messages
+    assert [first] == HELLO and [message["content"] for message in messages] == [*told, "A desk.", "Done."]
+    assert [call["function"]["name"] for call in messages[len(told) - 1]["tool_calls"]] == calls
+    assert [message["role"] for message in messages] == ["assistant"] * len(told) + ["tool", "assistant"]
+
+
+def test_a_picture_beside_a_call_is_refused():
+    picture = {"role": "assistant", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}
+    call, said = of_responses("look", "x"), {"role": "assistant", "content": "x"}
+    for items in ([picture, call, said], [call, picture]):
+        with pytest.raises(ApiError, match="a message of the assistant holds no picture"):
+            request(Responses, input=[*HELLO, *items])
 
 
 RESULTS = {
@@ -196,6 +230,11 @@ def test_a_base_url_needs_no_version(stage):
         (Responses, {"stop": "a"}, {"stop": "a"}),
         (Responses, {"text": {"format": {"type": "json_object"}}}, {"response_format": {"type": "json_object"}}),
         (Responses, {"max_output_tokens": None}, {"max_tokens": None}),
+        *((Responses, {"text": {"format": {"type": "json_schema", **form}}},
+           {"response_format": {"type": "json_schema", "json_schema": form}})
+          for form in ({"schema": SCHEMA, "strict": False}, {"schema": SCHEMA, "strict": True}, {"schema": SCHEMA})),
+        (Messages, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA, "strict": False}}},
+         {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": False}}}),
         (Responses, *[{"chat_template_kwargs": {"enable_thinking": False}}] * 2),
         *((dialect, fields, fields) for dialect in BOTH for fields in (
             {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 3}, {"stream": True}, {"metadata": {"user_id": "me"}},
@@ -233,6 +272,43 @@ def test_wishes_that_cost_nothing(stage, dialect, wish, ignored):
     for stream in (False, True):
         status, headers, body = asked(stage, dialect, stream=stream, **wish)
         assert (status, headers.get("x-ignored")) == (200, ignored), body
+
+
+def with_strict(dialect, name):
+    """The tools of a dialect, one of which is strict."""
+    strict = {"strict": True}
+    return [
+        tool | ({"function": tool["function"] | strict} if "function" in tool else strict)
+        if name in (tool.get("name"), tool.get("function", {}).get("name")) else tool for tool in TOOLS[dialect]
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect", TOOLS)
+def test_a_strict_tool_that_no_answer_may_call_is_not_ignored(stage, dialect):
+    none = {"type": "none"} if dialect is Messages else "none"
+    for choice, ignored in (({}, dialect.strict_field), ({"tool_choice": none}, None)):
+        status, headers, body = asked(stage, dialect, tools=with_strict(dialect, "look"), **choice)
+        assert (status, headers.get("x-ignored")) == (200, ignored), body
+
+
+@pytest.mark.parametrize("dialect", TOOLS)
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1.5E+400", "9" * 400 + ".0"])
+def test_numbers_that_no_answer_could_tell_are_refused(stage, dialect, number):
+    """Where a field may hold anything, too; a text that spells one is a text."""
+    schema = {"type": "object", "properties": {"x": {"maximum": "HERE"}}}
+    tool = {"name": "look", "parameters": schema, "input_schema": schema}
+    tool = {"function": tool} if dialect is ChatCompletions else tool
+    kind = "custom" if dialect is Messages else "function"
+    for fields in ({"metadata": {"a": ["HERE"]}}, {"tools": [{"type": kind, **tool}]}, {"unknown": {"a": "HERE"}}):
+        body = json.dumps(USUAL[dialect] | fields)
+        for stream in (False, True):
+            given = body[:-1] + f', "stream": {json.dumps(stream)}}}'
+            status, _, told = raw(stage.port, post(given.replace('"HERE"', number), path_of(dialect)))
+            message = json.loads(told)["error"]["message"]
+            assert status == 400 and not stage.engine.prompts
+            assert message == f"the body holds {number[:20]}, which is no finite number; write one, or null"
+    body = json.dumps(USUAL[dialect] | {"metadata": {number: number, "large": int("9" * 400), "small": 0.5}})
+    assert raw(stage.port, post(body, path_of(dialect)))[0] == 200
 
 
 def test_no_official_field_is_dropped_silently():

@@ -294,6 +294,22 @@ def test_what_cannot_be_compiled_is_refused_in_a_line(create, schema, why):
         create(model="tiny", messages=HELLO, tools=[{"type": "function", "function": tool}], tool_choice="required")
 
 
+UNIQUE = {"type": "array", "uniqueItems": True, "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3}
+
+
+def test_of_a_schema_that_is_not_strict_what_can_be_is_enforced(create, port):
+    form, responses = {"name": "it", "schema": UNIQUE, "strict": False}, client_of(port).responses.create
+    for seed in range(2):
+        asked = {"response_format": {"type": "json_schema", "json_schema": form}, "seed": seed}
+        (choice,) = create(model="tiny", messages=HELLO, **asked).choices
+        assert valid(json.loads(choice.message.content), LIST)
+    asked = {"model": "tiny", "input": HELLO, "text": {"format": {"type": "json_schema"} | form}}
+    assert valid(json.loads(responses(**asked).output_text), LIST)
+    for strict in ({"strict": True}, {"strict": None}):
+        with pytest.raises(openai.BadRequestError, match=r"text.format: .*Unimplemented keys"):
+            responses(**asked | {"text": {"format": asked["text"]["format"] | strict}})
+
+
 def test_a_deep_schema_is_refused(create):
     schema = {"type": "integer"}
     for _ in range(60):

@@ -113,21 +113,23 @@ def numbered(tell):
     return lambda told: tell(told._replace(logp=[-float(next(counted)) for _ in told.tokens]))
 
 
-def test_a_conversation_goes_on_with_the_answers_items(stage):
-    """The client sends back what it was given, and in a session the sampled ids stay."""
-    stage.answer, client = CALLED, stage.client
-    asked = {"model": "tiny", "tools": [LOOK], "extra_headers": {"X-Session-Id": "responses"}}
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_conversation_goes_on_with_the_answers_items(stage, order):
+    """The client sends back what it was given, whichever item comes first, and in a session the sampled ids stay."""
+    stage.answer, client, name = CALLED, stage.client, f"responses{order}"
+    asked = {"model": "tiny", "tools": [LOOK], "extra_headers": {"X-Session-Id": name}}
     with client.responses.stream(input=HELLO, **asked) as stream:
         first = stream.get_final_response()
     call = first.output[-1]
     done = {"type": "function_call_output", "call_id": call.call_id, "output": "A desk."}
     stage.answer = "Good."
-    second = client.responses.create(input=[*HELLO, *(item.to_dict() for item in first.output), done], **asked)
+    second = client.responses.create(input=[*HELLO, *(item.to_dict() for item in first.output[::order]), done], **asked)
     assert second.output_text == "Good."
-    before, after = stage.sessions._by_name["responses"].turns
+    before, after = stage.sessions._by_name[name].turns
     sampled = before.ids + before.tokens
     assert after.ids[: len(sampled)] == sampled and "<|im_start|>tool\nA desk." in stage.engine.prompts[1]
-    assert client.post("/sessions/responses/reward", body={"reward": 1}, cast_to=object)["turns"] == 2
+    assert (before.parent, after.parent, after.branch) == (None, 0, 0)
+    assert client.post(f"/sessions/{name}/reward", body={"reward": 1}, cast_to=object)["turns"] == 2
 
 
 def test_an_answer_that_is_cut_is_incomplete(stage):

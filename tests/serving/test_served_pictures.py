@@ -16,8 +16,11 @@ from tokenizers import AddedToken
 from hgpo_jax.policy import ModelConfig, Policy, initialize
 from hgpo_jax.policy.mesh import make_mesh
 from hgpo_jax.policy.model_config import VisionConfig
-from hgpo_jax.policy.pictures import MAX_PIXELS, VISION_TOKENS
+from hgpo_jax.policy.pictures import MAX_PIXELS, VISION_TOKENS, PromptPictures
 from hgpo_jax.policy.tokenizer import embedding_rows
+from hgpo_jax.sampling.continuous_batching import SlotSampler
+from hgpo_jax.sampling.generate import Decoding
+from hgpo_jax.sampling.slot_plan import SlotRequest
 from hgpo_jax.serving.engine import Engine
 from hgpo_jax.serving.pictures import decode
 from hgpo_jax.serving.sessions import OpenSessions
@@ -201,6 +204,24 @@ def test_every_dialect_reads_the_same_prompt(port, policy):
     assert counted.input_tokens == expected + len(policy.tokenizer("<|im_start|>tool\n<|im_end|>\n" + IMAGE).input_ids) + 5
 
 
+def test_other_weights_see_pictures_anew(policy, engine):
+    """As in training, where a sampler goes on with the weights of the next iteration."""
+    mesh = make_mesh("data=1", jax.devices()[:1])
+    others = Policy(policy.config, initialize(policy.config, 4, mesh), policy.tokenizer)
+    keys, prepared = jax.random.split(jax.random.key(0), 4), PromptPictures.of([ONE], policy.config.vision)
+    with jax.set_mesh(mesh):
+        sampler = SlotSampler(engine._sampler._programs, policy.params, keys, None, slots=4, prompt_limit=200, reuse=True)
+        for one in (policy, others):
+            sampler.use(one.params, keys, None)
+            prompt, tokens, logp = greedily(one, shown(IMAGE) + ASKS, [ONE])
+            request = SlotRequest(0, 0, prepared.mark(prompt), LENGTH, Decoding(temperature=0.0), pictures=prepared)
+            sampler.add([request])
+            while not (done := sampler.step()):
+                pass
+            assert done[0].tokens.tolist() == tokens
+            np.testing.assert_allclose(done[0].logp, logp, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_same_on_a_mesh(policy):
     """Two prompts of each part of the devices at a time, with pictures of other sizes."""
@@ -280,10 +301,12 @@ def test_files_of_every_form_are_decoded():
     np.testing.assert_array_equal(decode(file_of(ONE, exif=exif), "x"), np.rot90(ONE, -1))
 
 
-def test_enormous_and_thin_pictures_are_refused():
+def test_enormous_and_thin_pictures_are_refused(monkeypatch):
     wide = Image.new("1", (MAX_PIXELS // 2**10 + 1, 2**10))
     with refused(f"x: has {wide.width * wide.height:,} pixels; give at most"):
+        monkeypatch.setattr("hgpo_jax.serving.pictures.check", None)  # which is for whole pictures: this one is not decoded
         decode(file_of(wide), "x")
+    monkeypatch.undo()
     bomb = Image.new("1", (2**15, 2**14))
     with refused("x: has "):
         decode(file_of(bomb), "x")

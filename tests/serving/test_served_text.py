@@ -1,6 +1,8 @@
 """Texts of a served policy: nothing forges the frame, no message is lost."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from hgpo_jax.policy.tokenizer import ACT, END, PLAIN, word_tokenizer
 from hgpo_jax.serving.text import ServedText
@@ -46,3 +48,19 @@ def test_a_frame_with_another_switch_is_made_once():
     texts = ServedText(family_tokenizer("qwen3"))
     assert texts.has_switch and texts.frame_with(False) is texts.frame_with(False) is not texts.frame
     assert texts.frame_with(True) is texts.frame_with(True) is not texts.frame_with(False)
+
+
+def test_a_token_has_its_bytes_whether_or_not_they_are_a_text():
+    told = [TEXTS.token_bytes(index) for index in TOKENIZER("a \ufffd😀字").input_ids]
+    assert bytes(byte for (byte,) in told).decode() == "a \ufffd😀字"
+    assert [TEXTS.token_bytes(index) for index in TOKENIZER.convert_tokens_to_ids(["À", "ÿ"])] == [[0xC0], [0xFF]]
+    assert bytes(TEXTS.token_bytes(TOKENIZER.eos_token_id)).decode() == TOKENIZER.eos_token
+
+
+def test_a_part_of_a_character_has_no_bytes_where_the_vocabulary_does_not_tell_them():
+    """Neither the letters of SentencePiece's parts nor others are bytes."""
+    for piece in ("<0xE5>", "字\ufffd"):
+        tokenizer = Tokenizer(models.BPE({piece: 0, "b": 1}, []))
+        tokenizer.decoder = decoders.ByteFallback()
+        texts = ServedText(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+        assert "\ufffd" in texts.token(0) and texts.token_bytes(0) is None and texts.token_bytes(1) == [ord("b")]

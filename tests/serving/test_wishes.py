@@ -31,7 +31,7 @@ EMPTY = "<think>\n\n</think>\n\n"
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}]}]},
          "messages.content.cache_control"),
         ({"tools": [LOOK | {"function": LOOK["function"] | {"strict": True, "mine": 1}}], "tool_choice": "none"},
-         "tools.function.mine, tools.function.strict"),
+         "tools.function.mine"),
         ({"max_tokens": 10**6}, "max_tokens"), ({"max_completion_tokens": RESPONSE + 1}, "max_tokens"),
         ({"é\n" * 200: 1}, "?" * 60), ({f"x{number:02}": 0 for number in range(64)}, ", ".join(f"x{n:02}" for n in range(16))),
         # With what changes nothing nothing is ignored.
