@@ -89,6 +89,9 @@ def _served_configuration(args) -> tuple[str | None, list[str]]:
     for option, is_set in (("--mesh", args.mesh), ("--distributed", args.distributed)):
         if is_set:
             raise ConfigError(f"{option}: nothing is computed here for a served policy; leave it out")
+    for override in args.overrides:
+        if cli.of_policy(override) or override.startswith("policy.compute_dtype="):
+            raise ConfigError(f"{override:.200}: the policy is that of {args.run}; leave it out")
     return args.config, [*args.overrides, "warm_start=none"]
 
 

@@ -13,12 +13,27 @@ transcripts.txt.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import cli
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import is_remote
 from hgpo_jax.utils.heartbeat import Heartbeat
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options of which one would be ignored."""
+    if args.rehearse and args.resume != "never":
+        raise ConfigError(f"--resume {args.resume}: a rehearsal begins anew; leave it out")
+    if args.rehearse and args.dry_run:
+        raise ConfigError("--rehearse: --dry-run stops before anything is played; leave out one of the two")
+    for option, is_set in (("--rehearse", args.rehearse), ("--dry-run", args.dry_run)):
+        if is_set and args.distributed:
+            raise ConfigError(f"--distributed: {option} is of one process; leave out one of the two")
+    if args.allow_change and args.resume == "never":
+        raise ConfigError(f"--allow-change {args.allow_change[0]:.100}: no run is resumed; leave it out, or give --resume")
 
 
 def main() -> None:
@@ -49,6 +64,7 @@ def main() -> None:
         "or memory may anyway",
     )
     args = p.parse_intermixed_args()  # options may be between fields
+    check_options(args)
     fields = cli.read_fields(args)
     config = configuration.resolve(fields) if args.resume == "never" else None
     # Only here: these take seconds to import, and mistakes in fields have been rejected by now.
@@ -56,12 +72,16 @@ def main() -> None:
     with contextlib.nullcontext() if args.distributed else Heartbeat("importing the program"):
         from hgpo_jax.setup.validate import check_overrides
         from hgpo_jax.trainer.main import Interrupted, dry_run, leave, train
+        from hgpo_jax.trainer.run_folder import run_folder
 
-    if config:
+    # Several processes cannot share a bucket, which `train` refuses. Before all of them have come here none begins a run.
+    if args.resume == "auto" and not (args.distributed and is_remote(fields.get("run_dir", ""))):
+        resumes = run_folder(fields, args.resume)[1]
+        config = None if resumes else configuration.resolve(fields)
+    if config:  # a run that is resumed may have begun with overrides that were not refused then
         check_overrides(config, args.overrides)
     if args.rehearse:
-        if config is None:
-            raise ConfigError(f"--resume {args.resume}: a rehearsal begins anew; leave it out")
+        assert config is not None
         from hgpo_jax.trainer.rehearsal import rehearse  # seconds, as above
 
         return rehearse(config)

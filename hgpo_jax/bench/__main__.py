@@ -23,6 +23,7 @@ from hgpo_jax.bench import (
 )
 from hgpo_jax.config import cli
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
 
 BENCHES = {
     "accelerator": accelerator,
@@ -65,12 +66,14 @@ def main() -> None:
     module.add_arguments(p)
     p.add_argument("--json", metavar="FILE", help="also write the rows to this file")
     args = p.parse_intermixed_args(sys.argv[2:])
-    if args.json and (not Path(args.json).parent.is_dir() or Path(args.json).is_dir()):
+    # A device or a pipe would be replaced by a file.
+    if args.json and (not Path(args.json).parent.is_dir() or (Path(args.json).exists() and not Path(args.json).is_file())):
         raise ConfigError(f"--json {args.json}: cannot be written; give a file in a folder that exists")
     rows = [*module.run(args), limits.machine()]
     print(table(rows))
     if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+        with atomic_write(args.json) as file:
+            file.write(json.dumps(rows, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from hgpo_jax.bench.limits import row
 from hgpo_jax.config import cli
 from hgpo_jax.policy.presets import QWEN2_5
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
 
 ATTENTION = "bench attention --dtype bfloat16 --rows 4 --tokens 2048 --policy"
 SAMPLE = "bench sample --dtype bfloat16 --prompt 512 --new 128 --policy"
@@ -95,7 +96,8 @@ def run(args: argparse.Namespace) -> list[dict]:
             part_rows = [failed("no time was left")]
         rows += [line | {"name": f"{title}: {line['name']}"} for line in part_rows if line["name"] != "machine"]
         if args.json:
-            Path(args.json).write_text(json.dumps(rows, indent=2) + "\n")
+            with atomic_write(args.json) as file:
+                file.write(json.dumps(rows, indent=2) + "\n")
     return rows
 
 

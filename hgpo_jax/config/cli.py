@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import errno
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from hgpo_jax import config as configuration
@@ -107,8 +108,24 @@ def trained_policy(args) -> tuple[str, list[str]]:
             f"--config {args.config}: the run in {args.run} has its own config.yaml; change fields as field=value"
         )
     mesh = [] if args.mesh is None else [f"mesh={args.mesh}"]
+    roles = {policy.name for policy in policies_of(Path(args.run))} if run else set()
+    for override in args.overrides:
+        if of_policy(override, roles):  # else the saved one would win in silence
+            raise errors.ConfigError(f"{override:.200}: the policy is that of {args.run}; leave it out")
     saved = saved_policy(args.run)
     return str(Path(args.run, "config.yaml")) if run else args.config, [*args.overrides, *mesh, *saved]
+
+
+def of_policy(override: str, roles: Collection[str] | None = None) -> bool:
+    """Whether a trained policy decides an override's field: it has its own weights, sizes and tokenizer, adapters merged.
+
+    roles: those with a trained policy of their own; None: all.
+    """
+    name = override.partition("=")[0]
+    name = configuration.SHORT.get(name, name)
+    if role := re.fullmatch(r"roles\.(\w+)\.(policy|lora_rank)", name):
+        return roles is None or role[1] in roles
+    return name == "warm_start" or (name.startswith(("policy.", "lora.")) and name != "policy.compute_dtype")
 
 
 def saved_policy(folder: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_origin
 
 import pydantic
 import yaml
@@ -10,20 +11,16 @@ import yaml
 from hgpo_jax.config.earlier_fields import drop_removed, unknown_field
 from hgpo_jax.config.overrides import apply_overrides
 from hgpo_jax.config.schema import Config, fields, literals, role_fields
+from hgpo_jax.config.yaml_text import read_yaml
 from hgpo_jax.envs.command_line import nearest
 from hgpo_jax.utils.errors import ConfigError, excerpt, one_line
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-SECTIONS = {"roles", *(name.partition(".")[0] for name in fields() if "." in name)}
+SECTIONS = {
+    *(name.partition(".")[0] for name in fields() if "." in name),
+    *(name for name, info in fields().items() if get_origin(info.annotation) is dict),  # such as env.options
+}
 RECORD = "config.yaml"  # the file of a run's folder that holds every field
-
-
-def read_yaml(text: str):
-    """Parses a YAML text. Raises YAMLError."""
-    try:
-        return yaml.safe_load(text)
-    except Exception as error:  # PyYAML raises other errors, too, as for 2024-99-99
-        raise yaml.YAMLError(str(error)) from None
 
 
 def load(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
@@ -89,9 +86,19 @@ def _read(path: str) -> dict:
         raise ConfigError(one_line(f"--config {path}: not a YAML file: {error}")) from None
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"--config {path}: expected fields with values, found {type(tree).__name__}")
-    # A section whose fields are all comments is none.
-    tree = {name: value for name, value in (tree or {}).items() if value is not None or name not in SECTIONS}
+    tree = _without_empty(tree or {})
     return drop_removed(tree) if file.name == RECORD else tree
+
+
+def _without_empty(tree: dict, section: str = "") -> dict:
+    """Leaves out the sections whose fields are all comments, which YAML reads as null."""
+    fields_left = {}
+    for name, value in tree.items():
+        dotted = f"{section}.{name}" if section else str(name)
+        if value is None and (dotted in SECTIONS or section == "roles"):
+            continue
+        fields_left[name] = _without_empty(value, dotted) if isinstance(value, dict) and dotted in SECTIONS else value
+    return fields_left
 
 
 def _one_line(error: pydantic.ValidationError, all_fields: dict) -> str:
@@ -103,6 +110,9 @@ def _one_line(error: pydantic.ValidationError, all_fields: dict) -> str:
     if first["type"] == "extra_forbidden":
         section = name.rpartition(".")[0]
         value = "" if isinstance(first["input"], dict) else f"={excerpt(first['input'])}"
+        section_of, dot, leaf = location[-1].partition(".")
+        if dot and name in all_fields:
+            return one_line(f"{name}{value}: in a file, write {section_of}: {{{leaf}: {excerpt(first['input'])}}}")
         siblings = [n for n in all_fields if n.startswith(f"{section}." if section else "")]
         return one_line(f"{name}{value}: {unknown_field(name, siblings)}")
     if first["type"] == "invalid_key":

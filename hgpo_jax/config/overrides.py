@@ -10,6 +10,7 @@ import yaml
 
 from hgpo_jax.config.earlier_fields import unknown_field
 from hgpo_jax.config.schema import fields, role_fields
+from hgpo_jax.config.yaml_text import read_yaml
 from hgpo_jax.utils.errors import ConfigError, excerpt, one_line
 
 SHORT = {"policy": "policy.source", "reward": "reward.source", "data": "env.data"}  # short names of fields
@@ -32,10 +33,11 @@ def apply_overrides(tree: dict, overrides: Sequence[str]) -> None:
         value = _free_value(text) if free else _value_of_type(all_fields[name].annotation, text)
         *sections, leaf = name.split(".")
         node = tree
-        for head in sections:
+        for depth, head in enumerate(sections, 1):
             node = node.setdefault(head, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"{head}={excerpt(node)}: is a section; its fields are written {head}.field=value")
+                dotted = ".".join(sections[:depth])
+                raise ConfigError(f"{dotted}={excerpt(node)}: is a section; its fields are written {dotted}.field=value")
         node[leaf] = value
 
 
@@ -59,11 +61,9 @@ def _free_value(text: str):
 def _parse(text: str):
     """Parses text as YAML would; what is no YAML, or null, stays text."""
     try:
-        value = yaml.safe_load(text)
-    except Exception:  # PyYAML raises other errors than its own, too, as for 2024-99-99
+        value = read_yaml(text)
+    except yaml.YAMLError:
         return text
-    if isinstance(value, int) and (":" in text or re.fullmatch(r"[-+]?0\d+", text)):
-        return text  # YAML 1.1 takes 1:30 for 90, and 010 for 8
     if re.fullmatch(r"[-+]?\d+[eE]\+?\d", text):  # which it takes for text without a point
         return float(text)
     return text if value is None else value

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from hgpo_jax.envs.alfworld.dataset import list_games
 from hgpo_jax.envs.protocol import CompiledEnv
 from hgpo_jax.evaluation.held_out import play_held_out, sampled_decoding, summarize
 from hgpo_jax.evaluation.passes import NONE_KEPT, Passes
-from hgpo_jax.evaluation.statistics import mcnemar, paired_difference, wilson
+from hgpo_jax.evaluation.statistics import mcnemar, over_seeds, paired_difference, wilson
 from hgpo_jax.rollout import environments
 from hgpo_jax.rollout.alfworld_games import alfworld_data
 from hgpo_jax.rollout.episodes import Episodes
@@ -250,9 +251,14 @@ def read(path: str) -> dict:
         whole += [len(task["success"][mode]) for task in result["tasks"] for mode in ("greedy", "sampled")]
         if not result["tasks"] or None in whole:
             raise ValueError("something is missing")
+        for task in result["tasks"]:
+            plays = [*task["success"].values(), *task.get("score", {}).values()]
+            numbers = all(play is None or math.isfinite(play) for play in itertools.chain(*plays))
+            if not numbers or not isinstance(task.get("type", ""), str):
+                raise ValueError("an outcome is not a number")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError, RecursionError):
         raise ConfigError(f"{path}: not the result of a panel; make one with --panel NAME") from None
     return result
 
@@ -278,8 +284,9 @@ def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
 
     Plays with different decoding are left out (`DECODING`).
 
-    Numbers: `tasks` (number that both finished), `a` and `b` (means), `difference`, `interval` (95 %), and for single plays
-    `only_a`, `only_b` (tasks that only one of them solved) and `p` (McNemar's exact test).
+    Numbers: `tasks` (number that both finished), `a` and `b` (means), `difference`, `interval` (95 %; None for one task with
+    scores outside [0, 1]), `shares` (whether all values are in [0, 1]), and for single plays `only_a`, `only_b` (tasks that
+    only one of them solved) and `p` (McNemar's exact test).
 
     Raises:
       ConfigError: the results are of different panels.
@@ -302,21 +309,27 @@ def compare(a: dict, b: dict) -> dict[str, dict[str, dict]]:
                 for part in ("all", ours.get("type", "unknown")):
                     pairs.setdefault(part, []).append((one, other))
         if pairs["all"]:
+            shares = all(0 <= value <= 1 for pair in pairs["all"] for plays in pair for value in plays)
             comparison[f"{measure}, {mode}"] = {
-                part: _compare_pairs(some, measure == "success") for part, some in pairs.items()
+                part: _compare_pairs(some, measure == "success", shares) for part, some in pairs.items()
             }
     return comparison
 
 
-def _compare_pairs(pairs: list[tuple[list, list]], of_outcomes: bool) -> dict:
+def _compare_pairs(pairs: list[tuple[list, list]], of_outcomes: bool, shares: bool) -> dict:
     one, other = (np.array([np.mean(pair[i]) for pair in pairs]) for i in (0, 1))
-    difference, interval = paired_difference(other - one)
+    if shares:
+        difference, interval = paired_difference(other - one)
+    else:
+        found = over_seeds((other - one).tolist())  # one number per task
+        difference, interval = found["mean"], found["interval"]
     numbers = {
         "tasks": len(pairs),
         "a": float(one.mean()),
         "b": float(other.mean()),
         "difference": difference,
         "interval": interval,
+        "shares": shares,
     }
     if of_outcomes and all(len(a) == len(b) == 1 for a, b in pairs):
         only_a, only_b = int((one > other).sum()), int((other > one).sum())
@@ -333,8 +346,10 @@ def describe_comparison(a: dict, b: dict, comparison: dict[str, dict[str, dict]]
         for part, x in parts.items():
             if len(parts) == 2 and part != "all":
                 continue  # there is only one type of task
-            interval = "{:+.1%} to {:+.1%}".format(*x["interval"])
-            line = f"{part:32s}{x['tasks']:6d}{x['a']:9.1%}{x['b']:9.1%}{x['difference']:+9.1%}   {interval:18s}"
+            as_text = ".1%" if x["shares"] else ".2f"
+            interval = " to ".join(f"{end:+{as_text}}" for end in x["interval"]) if x["interval"] else "-"
+            means = "".join(f"{x[number]:9{as_text}}" for number in ("a", "b"))
+            line = f"{part:32s}{x['tasks']:6d}{means}{x['difference']:+9{as_text}}   {interval:18s}"
             lines.append(line + (f"  {x['only_a']:6d}  {x['only_b']:6d}  {x['p']:.2g}" if "p" in x else ""))
     for side, one in (("A", a), ("B", b)):
         for mode in ("greedy", "sampled"):

@@ -19,6 +19,7 @@ from hgpo_jax.tables.run_measurements import InRun, by_setting, moment
 from hgpo_jax.tables.run_results import Results
 from hgpo_jax.utils import figures
 from hgpo_jax.utils.figures import COLORS, DARK, PALE, panels, smooth, smoothing_window, styled
+from hgpo_jax.utils.files import atomic_write
 
 FEW = 3  # methods; a table of more names some of them and omits the bands, which would hide each other
 
@@ -224,6 +225,7 @@ def draw(plan: Plan, results: AllResults, rows: list[Row], name: str, to: Path) 
     drawn = {"": draw_curves(plan, results.cells), "-differences": draw_differences(plan, rows)}
     drawn |= {f"-{kind.name}": draw_measured(plan, kind, some) for kind, some in results.measured.items()}
     files = {to / f"{name}{suffix}.png": figure for suffix, figure in drawn.items() if figure}
-    for file, figure in files.items():
-        figure.savefig(file, dpi=100)
+    for path, figure in files.items():
+        with atomic_write(path, "wb") as file:
+            figure.savefig(file, dpi=100, format="png")
     return list(files)

@@ -9,6 +9,7 @@ from pathlib import Path
 from hgpo_jax.policy.mesh import abstract_mesh
 from hgpo_jax.tables.plan import Cell, Plan, Step, cells, config_of, quote, steps
 from hgpo_jax.utils.errors import ConfigError
+from hgpo_jax.utils.files import atomic_write
 
 PER_NODE = 8  # GPUs of a machine
 
@@ -80,5 +81,6 @@ def write(plan: Plan, kind: str, to: Path, runs: str) -> list[Path]:
         scripts[f"{label(cell)}.sh"] = f"{head.format(cell.name)}{exports}{commands}\n"
     to.mkdir(parents=True, exist_ok=True)
     for name, text in scripts.items():
-        (to / name).write_text(text)
+        with atomic_write(to / name) as file:
+            file.write(text)
     return [to / name for name in scripts]

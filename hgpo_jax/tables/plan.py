@@ -16,7 +16,7 @@ from pydantic import Field, StringConstraints
 
 from hgpo_jax import config as configuration
 from hgpo_jax.bench import duration
-from hgpo_jax.config import CONFIGS, Config, Positive, Section
+from hgpo_jax.config import CONFIGS, Config, Positive, Section, cli
 from hgpo_jax.evaluate import parse_seeds
 from hgpo_jax.evaluation.files import file_name
 from hgpo_jax.policy.mesh import abstract_mesh
@@ -43,6 +43,14 @@ class Tpu(Section):
     mesh: str
 
 
+def _each_once(values: tuple) -> tuple:
+    """Checks a list whose repetitions would be counted as if they were others. Raises ValueError."""
+    for value in values:
+        if values.count(value) > 1:
+            raise ValueError(f"{', '.join(map(str, values))}: give {value} once")
+    return values
+
+
 class Setting(Section):
     """An environment and a model, or `pools` of others: runs and pairs of several settings, counted together.
 
@@ -65,11 +73,14 @@ class Setting(Section):
     def _is_one_or_pools(self) -> Setting:
         if bool(self.config) == bool(self.pools):
             raise ValueError("give config, or the settings that it pools")
-        if len(self.pools) > len(set(self.pools)):
-            raise ValueError(f"pools: {', '.join(self.pools)}: give each setting once")
         if self.pools and (unused := self.model_fields_set - {"title", "columns", "pools"}):
             raise ValueError(f"{min(unused)}: has no effect with pools; leave it out")
+        if bool(self.seeds) != bool(self.splits):
+            there, missing = ("seeds", "splits") if self.seeds else ("splits", "seeds")
+            raise ValueError(f"{there}: nothing is evaluated without {missing}; give both, or leave them out")
         return self
+
+    _are_different = pydantic.field_validator("pools", "seeds", "splits")(_each_once)
 
 
 class Method(Section):
@@ -98,6 +109,18 @@ class Table(Section):
     def _by_setting(cls, seeds, info):
         return seeds if isinstance(seeds, dict) else dict.fromkeys(info.data.get("settings", ()), seeds)
 
+    @pydantic.field_validator("seeds")
+    @classmethod
+    def _seeds_are_different(cls, seeds: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        for setting, of_setting in seeds.items():
+            try:
+                _each_once(of_setting)
+            except ValueError as error:
+                raise ValueError(f"{setting}: {error}") from None
+        return seeds
+
+    _are_different = pydantic.field_validator("settings", "methods")(_each_once)
+
 
 class Published(Section):
     """Published numbers in percent, their source, and setting -> method -> column -> (mean, std or nothing)."""
@@ -122,6 +145,8 @@ class Plan(Section):
     methods: dict[Name, Method]
     tables: tuple[Table, ...]
     published: Published | None = None
+
+    _are_different = pydantic.field_validator("bias_seeds")(_each_once)
 
     @pydantic.field_validator("tables")
     @classmethod
@@ -284,6 +309,7 @@ def steps(plan: Plan, cell: Cell, runs: str | Path, more: tuple[str, ...] = ()) 
     seeds = ",".join(map(str, setting.seeds))
     parse_seeds(seeds)
     evaluation = config_of(plan, cell, more).evaluation
+    more = tuple(field for field in more if not cli.of_policy(field))  # which is the run's
     now = [field for field in overrides(plan, cell) if field.startswith("evaluation.")]  # the run may have begun with others
     for split in setting.splits:
         proof = folder / "evaluations" / file_name(split, evaluation.temperature, evaluation.episodes, setting.seeds)

@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import json
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,7 @@ DRAWN = (
     "seconds.",
 )  # in curves.png
 MODES = ("sampled", "greedy")
+LARGEST = sys.float_info.max
 RAW = 0.3  # opacity of the raw line
 FIRST, HELD_OUT = "#8a5a00", "#a3262a"  # colours of the end of the warm start and of held-out tasks
 
@@ -105,7 +107,8 @@ def read_rows(folder: Path) -> list[dict]:
     """Reads a run's rows of metrics by dotted name, with `valid` (1 - invalid). Raises ConfigError."""
     rows = [flatten(row) for row in read_metrics(folder)]
     for number, row in enumerate(rows, 1):
-        if not all(isinstance(x, int | float | None) for x in row.values()):
+        # An integer of hundreds of digits is no float.
+        if not all(isinstance(x, float | None) or (isinstance(x, int) and abs(x) <= LARGEST) for x in row.values()):
             raise ConfigError(
                 f"{folder / 'metrics.jsonl'}: line {number} is not a row of metrics: a value is not a number; remove the line"
             )

@@ -13,6 +13,7 @@ from filelock import FileLock, Timeout
 
 from hgpo_jax import config as configuration
 from hgpo_jax.config import Config
+from hgpo_jax.config.earlier_fields import unknown_field
 from hgpo_jax.trainer import provenance
 from hgpo_jax.trainer.checkpoint import newest
 from hgpo_jax.trainer.resume import (
@@ -64,7 +65,12 @@ def find_run(fields: dict, resume: str, allowed: tuple[str, ...] = ()) -> Found:
     """
     folder, resuming = run_folder(fields, resume)
     if not resuming:
-        return Found(configuration.resolve(fields), folder)
+        config = configuration.resolve(fields)
+        names = {*configuration.fields(), *(name for role in config.roles for name in configuration.role_fields(role))}
+        for name in allowed:  # for when the same command resumes the run
+            if name not in names:
+                raise ConfigError(f"--allow-change {name}: {unknown_field(name, sorted(names))}")
+        return Found(config, folder)
     before = began_with(folder)
     try:
         configuration.resolve(before)

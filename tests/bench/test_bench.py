@@ -1,6 +1,8 @@
 """The benchmarks on very small shapes: rows that `--json` writes, one work on both sides, refusals."""
 
 import dataclasses
+import errno
+import os
 import types
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from hgpo_jax.bench import __main__ as command
-from hgpo_jax.bench import advantages, attention, limits, policy_options, sample
+from hgpo_jax.bench import accelerator, advantages, attention, limits, policy_options, sample
 from hgpo_jax.policy import initialize
 from hgpo_jax.policy.attention import attend_all
 from tests.helpers.clocks import set_clock
@@ -209,3 +211,21 @@ def test_counts_of_operations_and_bytes():
     last_layer = limits.forward_flops(dataclasses.replace(model, num_hidden_layers=1), 9, 9) - 9 * head
     saved = last_layer - (limits.forward_flops(dataclasses.replace(model, num_hidden_layers=1), 9, 1) - head)
     assert limits.forward_flops(model, 9, 1) == one_by_one - saved
+
+
+@pytest.mark.parametrize("name", ["limits", "accelerator"])
+def test_rows_that_cannot_be_written_leave_the_last_ones(name, bench, tmp_path, monkeypatch):
+    stand_in = types.SimpleNamespace(__doc__="", add_arguments=lambda p: None, run=lambda args: [])
+    monkeypatch.setitem(command.BENCHES, "limits", stand_in)
+    monkeypatch.setattr(accelerator, "PARTS", {"a part": "bench limits"})
+    monkeypatch.setattr(accelerator, "part", lambda command, seconds: [])
+    monkeypatch.setattr(accelerator, "words", lambda text, args: [])
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "rows.json").write_text("[]")
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        bench(name, *(["--tiny"] if name == "accelerator" else []))
+    assert [path.read_text() for path in tmp_path.glob("rows.json*")] == ["[]"]

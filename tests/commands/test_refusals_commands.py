@@ -53,6 +53,7 @@ def fill():
         "file": b"", "broken.yaml": b"learner: {lr: 1", "list.yaml": b"- 1", "bytes.yaml": b"\xff\xfe\x00",
         "tag.yaml": b"seed: !!python/object/apply:os.system [ls]",
         "date.yaml": b"name: 2024-99-99", "nul.yaml": b'run_dir: "a\\0b"', "two.yaml": b"---\na: 1\n---\nb: 2\n",
+        "twice.yaml": b"learner: {lr: 1}\nseed: 1\nlearner:\n  kl_weight: 1\n",
         "break.yaml": b'"a\\nb": 1', "number.yaml": b"1: 2",
     }.items():  # fmt: skip
         Path(name).write_bytes(content)
@@ -130,6 +131,16 @@ CASES = [
     ("train", ["--resume", "run", "learner.lr=9"], "--allow-change learner.lr"),
     ("train", ["--resume", "run", "--allow-change", "learner.lrr"], "--allow-change learner.lrr: no such field"),
     ("train", ["--resume"], "--resume"),
+    ("train", ["--resume", "auto", "critic.lr=1"], "critic.lr=1: method=hgpo has no critic; leave it out"),
+    ("train --distributed", ["--resume", "auto", "run_dir=new", "lora.alpha=8"], "lora.alpha=8: there are no adapters"),
+    ("train", ["--resume", "auto", "run_dir=run", "critic.lr=1"], "give what the run in run began with"),
+    ("train", ["--allow-change", "seed"], "--allow-change seed: no run is resumed; leave it out, or give --resume"),
+    ("train", ["--resume", "auto", "--allow-change", "learner.lrr"], "--allow-change learner.lrr: no such field; did you mean"),
+    ("train", ["--rehearse", "--dry-run"], "--rehearse: --dry-run stops before anything is played; leave out one of the two"),
+    ("train", ["--rehearse", "--distributed"], "--distributed: --rehearse is of one process; leave out one of the two"),
+    ("train", ["--dry-run", "--distributed"], "--distributed: --dry-run is of one process; leave out one of the two"),
+    ("train", ["--rehearse", "--resume", "auto"], "--resume auto: a rehearsal begins anew; leave it out"),
+    ("train", ["--config", "twice.yaml"], "learner: stands in line 1 and again in line 3; leave one of them out"),
     ("train", ["env.size=99"], "env.size=99"),
     ("train", ["env.tasks=[]"], "env.tasks"),
     ("train", ["env.rooms=bedroom", "env.tasks=heat"], "rooms"),
@@ -181,6 +192,7 @@ CASES = [
     ("report", ["bare"], "bare: nothing to show"),
     ("report", ["odd_evaluation"], "not an evaluation"),
     ("watch", ["nowhere"], "nowhere: not the folder of a run that has ended"),
+    ("watch", ["run", "policy=hf"], "policy=hf: the policy is that of run; leave it out"),
     ("watch", ["nowhere", "--task", "-1"], "--task -1: must be from 0 to"),
     ("chat", ["nowhere"], "nowhere: no such folder"),
     ("chat", ["hf", "--temperature", "-1"], "--temperature -1.0: must be from 0 to 10"),
@@ -197,6 +209,7 @@ CASES = [
     ("bench", ["bogus"], "bogus"),
     ("bench advantages", ["--repeats", "0"], "--repeats"),
     ("bench advantages", ["--json", "no/such.json"], "--json no/such.json"),
+    ("bench advantages", ["--json", "/dev/null"], "--json /dev/null: cannot be written; give a file"),
     ("bench envs", ["--products", "1"], "--products"),
     ("bench plan", [], "give all sizes"),
     ("bench plan", ["--mesh", "data=0"], "must be positive"),
@@ -256,7 +269,13 @@ def test_damaged_dumps(name, run, monkeypatch, capsys):
     assert "iteration-00009.npz: not a dump of Episodes" in said or "the dump of iteration 9 is damaged" in said
 
 
-ROWS = [b"\xff\n", b"[1]\n", b'{"success": 1}\n', b'{"iteration": 0, "success": "x"}\n']
+ROWS = [
+    b'{"iteration": 0, "success": 1' + b"0" * 400 + b"}\n",
+    b"\xff\n",
+    b"[1]\n",
+    b'{"success": 1}\n',
+    b'{"iteration": 0, "success": "x"}\n',
+]
 
 
 @pytest.mark.parametrize("content", ROWS)

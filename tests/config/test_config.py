@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from hgpo_jax import config as configuration
 from hgpo_jax.advantages import parameters
@@ -133,6 +134,8 @@ def test_mistakes_in_a_file(tmp_path):
     for content, message in (
         ("learnr:\n  lr: 1\n", "learnr: no such field"),
         ("learner:\n  lrr: 1\n", r"learner\.lrr=1: no such field; did you mean learner\.lr\?"),
+        ("learner.lr: 0.5\n", r"learner\.lr=0\.5: in a file, write learner: {lr: 0\.5}$"),
+        ("learner.lrr: 0.5\n", r"learner\.lrr=0\.5: no such field; did you mean learner\.lr\?"),
         ("rollout: {chunk: 64}\n", r"rollout\.chunk=64: is now called rollout\.decode_batch_size$"),
         ("learner: {beta1: 0.9}\n", r"learner\.beta1=0\.9: is fixed at 0\.9$"),
         ("roles: {1: {lr: 1}}\n", "roles: 1 is no name; names are text$"),
@@ -143,6 +146,48 @@ def test_mistakes_in_a_file(tmp_path):
         with pytest.raises(ConfigError, match=f"^{message}") as caught:
             load(str(tmp_path / "run.yaml"))
         assert "\n" not in str(caught.value)
+
+
+def test_a_file_is_read_as_the_command_line_is(tmp_path):
+    (tmp_path / "run.yaml").write_text("seed: 010\nenv: {name: here.py:Env, options: {a: 010, b: 1:30, c: [1:30.5, 0x10]}}\n")
+    given = ["seed=010", "env.name=here.py:Env", *(f"env.options.{a}" for a in ("a=010", "b=1:30", "c=[1:30.5, 0x10]"))]
+    assert load(str(tmp_path / "run.yaml")) == load(None, given)
+    assert load(None, given).env.options == {"a": "010", "b": "1:30", "c": ["1:30.5", 16]} and load(None, given).seed == 10
+    (tmp_path / "run.yaml").write_text("iterations: 1:30\n")
+    with pytest.raises(ConfigError, match=r"^iterations='1:30': must be a valid integer"):
+        load(str(tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("seed: 1\nlearner: {lr: 1}\nseed: 2\n", "seed: stands in line 1 and again in line 3; leave one of them out"),
+        ("env:\n  size: 6\n  'size': 7\n", "size: stands in line 2 and again in line 3"),
+        ("a: &a {x: 1}\nb: &b {x: 2}\nc: {<<: *a, <<: *b, x: 3}\n", None),
+        ("a: {x: 1}\nb: {x: 1}\n", None),
+    ],
+)
+def test_a_name_that_a_section_holds_twice(text, said):
+    if said is None:
+        assert configuration.read_yaml(text) == yaml.safe_load(text)
+        return
+    with refused(said, yaml.YAMLError):
+        configuration.read_yaml(text)
+
+
+def test_every_yaml_file_of_the_project_reads_as_yaml_does():
+    for path in (CONFIGS.parents[1] / "configs").rglob("*.yaml"):
+        assert configuration.read_yaml(path.read_text()) == yaml.safe_load(path.read_text())
+
+
+def test_empty_sections_of_sections(tmp_path):
+    (tmp_path / "run.yaml").write_text("env:\n  name: here.py:Env\n  options:\nlearner:\n  loss_options:\nroles:\n  carrier:\n")
+    assert load(str(tmp_path / "run.yaml"), ["env.options.a=1"]).env.options == {"a": 1}
+    config = load(str(tmp_path / "run.yaml"))
+    assert (config.env.options, config.learner.loss_options, config.roles) == ({}, {}, {})
+    (tmp_path / "run.yaml").write_text("env:\n  options: 3\n")
+    with pytest.raises(ConfigError, match=r"^env\.options=3: is a section; its fields are written env\.options\.field=value$"):
+        load(str(tmp_path / "run.yaml"), ["env.options.a=1"])
 
 
 MUON = ["policy=somewhere", "cloning.optimizer=muon"]

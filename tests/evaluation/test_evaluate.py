@@ -11,6 +11,7 @@ import pytest
 
 from hgpo_jax import config as configuration
 from hgpo_jax import evaluate
+from hgpo_jax.config import cli
 from hgpo_jax.envs.household import Household
 from hgpo_jax.evaluation import files as evaluation_files
 from hgpo_jax.evaluation import held_out, panels, passes
@@ -227,6 +228,17 @@ def test_splits():
         ([SERVED, "--panel", "household", "--to", "x"], "env.name=household: a served policy needs texts"),
         ([SERVED, "--panel", "household", "--to", "x", "--mesh", "data=1"], "--mesh: nothing is computed"),
         (["RUN", "--panel", ""], "--panel : there is none of this name"),
+        (["RUN", "seed=1", "policy=x"], "policy=x: the policy is that of "),
+        (["RUN", "policy.source=x"], "RUN; leave it out"),
+        (["RUN", "policy.hidden_size=8"], "policy.hidden_size=8: the policy is that of "),
+        (["RUN", "warm_start=none"], "warm_start=none: the policy is that of "),
+        (["RUN", "lora.rank=2"], "lora.rank=2: the policy is that of "),
+        (["RUN_OF_TEAM", "roles.carrier.policy=x"], "roles.carrier.policy=x: the policy is that of "),
+        (["RUN_OF_TEAM", "roles.carrier.lora_rank=2"], "roles.carrier.lora_rank=2: the policy is that of "),
+        (["RUN/policy", "--config", "household", "policy=x"], "RUN/policy; leave it out"),
+        ([SERVED, "--panel", "household", "--to", "x", "policy=y"], f"policy=y: the policy is that of {SERVED}; leave it out"),
+        ([SERVED, "--panel", "household", "--to", "x", "policy.compute_dtype=bfloat16"], "the policy is that of "),
+        ([SERVED, "--panel", "household", "--to", "x", "roles.carrier.policy=y"], "the policy is that of "),
         (["SHOP", "--panel", "webshop"], "this run was trained on some of its tasks, by env.goal_order=verl-agent"),
     ],
 )
@@ -234,11 +246,20 @@ def test_refusals(arguments, fragment, tmp_path, monkeypatch):
     for run, text in (("RUN", "seed: 1\n"), ("SHOP", "{env: {name: webshop, goal_order: verl-agent}, warm_start: none}")):
         (tmp_path / run / "policy").mkdir(parents=True)
         (tmp_path / run / "config.yaml").write_text(text)
+    for role in ("carrier", "cook"):
+        (tmp_path / "RUN_OF_TEAM" / "policy" / role).mkdir(parents=True)
+        (tmp_path / "RUN_OF_TEAM" / "policy" / role / "config.json").touch()
+    (tmp_path / "RUN_OF_TEAM" / "config.yaml").write_text("env: {name: household_team}\n")
     monkeypatch.setattr(evaluate, "prepare_devices", lambda config, several: None)
     folders = [str(tmp_path / a) if a.startswith(("RUN", "SHOP")) else a for a in arguments]
     monkeypatch.setattr("sys.argv", ["evaluate", *folders])
     with refused(fragment, ConfigError):
         evaluate.main()
+
+
+def test_fields_of_a_policy_that_still_matter():
+    for override in ("policy.compute_dtype=bfloat16", "roles.carrier.policy=x", "roles.carrier.reward=budget", "mesh=data=1"):
+        assert not cli.of_policy(override, {"cook"})  # the carrier shares a policy, and may have another one here
 
 
 def test_an_evaluation_of_an_older_release_is_written_again(tmp_path):

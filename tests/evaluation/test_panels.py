@@ -10,7 +10,7 @@ import pytest
 
 from hgpo_jax import config as configuration
 from hgpo_jax.evaluation import panels
-from hgpo_jax.evaluation.statistics import wilson
+from hgpo_jax.evaluation.statistics import paired_difference, wilson
 from hgpo_jax.utils.errors import ConfigError
 from tests.helpers.needs import DATA
 from tests.helpers.pretended import FakeJob, Runner
@@ -185,6 +185,28 @@ def test_a_comparison_is_paired_by_task():
     assert swapped["interval"] == pytest.approx([-x for x in sampled["interval"][::-1]])
 
 
+def test_scores_outside_0_and_1_are_no_shares():
+    """Students's t instead of an interval that ends at 1, and no percents; shares keep theirs."""
+    a, b = result_of([(True, [True])] * 4), result_of([(False, [True])] * 4)
+    for result, scores in ((a, (10, 20, 30, 40)), (b, (12, 24, 36, 44))):
+        for task, score in zip(result["tasks"], scores, strict=True):
+            task["score"] = {"greedy": [score], "sampled": [score / 100]}
+    found = panels.compare(a, b)
+    score = found["score, greedy"]["all"]
+    half = 3.182446 * np.std([2, 4, 6, 4], ddof=1) / 2  # with three degrees of freedom
+    assert score["difference"] == 4 and score["interval"] == pytest.approx([4 - half, 4 + half], rel=1e-6)
+    within = found["score, sampled"]["all"]
+    assert tuple(within["interval"]) == tuple(paired_difference(np.array([0.02, 0.04, 0.06, 0.04]))[1])
+    row, share = (
+        line for line in panels.describe_comparison(a, b, found).splitlines() if line.startswith("all") and "4.0" in line
+    )
+    assert row.split()[1:] == ["4", "25.00", "29.00", "+4.00", f"{4 - half:+.2f}", "to", f"{4 + half:+.2f}"]
+    assert share.split()[4] == "+4.0%"
+    one = {**a, "tasks": a["tasks"][:1]}, {**b, "tasks": b["tasks"][:1]}
+    assert panels.compare(*one)["score, greedy"]["all"]["interval"] is None  # of one number nothing tells the spread
+    assert "+2.00   -" in panels.describe_comparison(*one, panels.compare(*one))
+
+
 def test_a_removed_setting_is_at_the_value_that_holds_now():
     a, b = result_of([(True, [True])]), result_of([(True, [False])])
     older = b | {"settings": b["settings"] | {"evaluation.top_p": 1.0, "policy.sample_dtype": "compute_dtype"}}
@@ -219,6 +241,9 @@ WHOLE = {"panel": {"name": "household", "digest": "x"}, "policy": "p", "settings
 
 @pytest.mark.parametrize("text", [
     "", "[]", "{}", "3", '{"panel": {"digest": 1}, "tasks": []}', json.dumps(WHOLE | {"tasks": []}),
+    *(json.dumps(WHOLE | {"tasks": [{"success": {"greedy": [True], "sampled": [value]}}]}) for value in ("yes", [1], 10**400)),
+    json.dumps(WHOLE | {"tasks": [{"success": {"greedy": [True], "sampled": [None]}, "score": {"greedy": ["1"]}}]}),
+    json.dumps(WHOLE | {"tasks": [{"success": {"greedy": [True], "sampled": [None]}, "type": 3}]}),
     json.dumps(WHOLE | {"tasks": [{"success": {"greedy": [True]}}]}), json.dumps(WHOLE | {"tasks": [3]}),
 ])  # fmt: skip
 def test_a_file_that_is_no_result(text, tmp_path):

@@ -1,10 +1,12 @@
 """What is collected from run folders, against plain arithmetic."""
 
 import csv
+import errno
 import json
 import math
 import shutil
 import statistics
+import types
 
 import numpy as np
 import pytest
@@ -385,3 +387,17 @@ def test_damaged_results_are_refused_in_one_line(tmp_path, small, collect, file,
     with pytest.raises(ConfigError, match=fragment) as refused:
         collect()
     assert "\n" not in str(refused.value)
+
+
+def test_a_picture_that_cannot_be_written_leaves_the_last_one(small, tmp_path, monkeypatch):
+    def half(file, **options):
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(figures, "draw_curves", lambda plan, cells: types.SimpleNamespace(savefig=half))
+    monkeypatch.setattr(figures, "draw_differences", lambda plan, rows: None)
+    picture = tmp_path / "small.png"
+    picture.write_bytes(b"whole")
+    with pytest.raises(OSError, match="No space left"):
+        figures.draw(small, types.SimpleNamespace(cells={}, measured={}), [], "small", tmp_path)
+    assert [path.read_bytes() for path in tmp_path.glob("small.png*")] == [b"whole"]

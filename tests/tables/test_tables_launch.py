@@ -1,5 +1,6 @@
 """Launch files of a plan, run with stand-ins for the programs that they call."""
 
+import errno
 import os
 import shlex
 import subprocess
@@ -80,6 +81,21 @@ def test_launched_commands_have_the_plans_variables(kind, tmp_path, capsys):
     script = text.replace("sbatch", "true").replace("python ", "true ") + 'sh -c "echo [\\$XLA_FLAGS]"'
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[--one --two=2]"
+
+
+def test_a_file_that_cannot_be_written_is_left_as_it_was(tmp_path, monkeypatch, capsys):
+    arguments = ["plan", str(write_plan(tmp_path)), "--launch", "shell", "--to", str(tmp_path / "out")]
+    tables.main(arguments)
+    before = {path: path.read_text() for path in (tmp_path / "out").iterdir()}
+    write_plan(tmp_path, variables={"X": "1"})
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        tables.main(arguments)
+    assert {path: path.read_text() for path in (tmp_path / "out").iterdir()} == before
 
 
 def test_what_cannot_be_launched_is_refused(tmp_path):

@@ -45,6 +45,10 @@ def test_evaluations_are_asked_for_with_the_plans_settings(tmp_path):
     _, step = planning.steps(plan, Cell("far", "hgpo", 2), "R", ("evaluation.episodes=32",))
     assert step.arguments[5:] == ("evaluation.episodes=64", "evaluation.temperature=0.4", "evaluation.episodes=32")
     assert step.proofs[0].name == "held_out-t0.4-n32-s1-2-3.json"
+    # The run's policy plays; `evaluate` refuses fields of another.
+    more = "policy=x", "lora.rank=2", "policy.compute_dtype=bfloat16", "iterations=2"
+    train, step = planning.steps(plan, Cell("far", "hgpo", 2), "R", more)
+    assert step.arguments[7:] == more[2:] and set(more) < set(train.arguments)
 
 
 def test_paired_methods_share_warm_start_and_tasks():
@@ -100,6 +104,11 @@ def pools(*others, seeds=(0, 1), **changes):
     return {"settings": SMALL["settings"] | {"both": both}, "tables": [table]}
 
 
+def far(**changes):
+    """Changes of the small plan: another setting `far`."""
+    return {"settings": SMALL["settings"] | {"far": SMALL["settings"]["far"] | changes}}
+
+
 def test_pooled_settings_have_no_cells_and_seeds_may_differ(tmp_path):
     plan = planning.read(write_plan(tmp_path, **pools("near", "far", seeds={"near": [3, 1], "far": [1, 2]})))
     assert [cell.name for cell in planning.cells(plan)] == [
@@ -123,7 +132,7 @@ def test_pooled_settings_have_no_cells_and_seeds_may_differ(tmp_path):
         ({"published": {"source": "p", "numbers": {"far": {"hgpo": {"A": [1, 2]}}}}}, "A is not one of the columns success"),
         ({"settings": {"near": {"title": "N", "columns": {}}}}, "settings.near: give config, or the settings that it pools"),
         (pools("far", pools=["farther"]), "settings.both.pools: farther is not one of the settings with a config near, far"),
-        (pools("far", pools=["near", "near"]), "settings.both: pools: near, near: give each setting once"),
+        (pools("far", pools=["near", "near"]), "settings.both.pools: near, near: give near once"),
         (pools("far", fields=["seed=1"]), "settings.both: fields: has no effect with pools"),
         (pools("far", "near", columns={"A": "held_out/success"}), "both.columns: held_out/success is not one of the numbers"),
         ({"tables": [SMALL["tables"][0] | {"seeds": {"near": 3, "far": [1]}}]}, "tables.0.seeds.near: Input should"),
@@ -131,6 +140,13 @@ def test_pooled_settings_have_no_cells_and_seeds_may_differ(tmp_path):
         (pools("far"), "table 'T': both pools: near is not one of the settings of the table far"),
         (pools("far", "near", seeds={"bth": [1]}), "table 'T': seeds: bth is not one of the settings of the table far, near"),
         (pools("far", "near", seeds={"far": [1]}), "table 'T': settings: near is not one of the settings with seeds far"),
+        ({"tables": [SMALL["tables"][0] | {"seeds": [0, 1, 0]}]}, "tables.0.seeds: near: 0, 1, 0: give 0 once"),
+        ({"tables": [SMALL["tables"][0] | {"settings": ["near", "near"]}]}, "tables.0.settings: near, near: give near once"),
+        ({"tables": [SMALL["tables"][0] | {"methods": ["gigpo", "gigpo"]}]}, "tables.0.methods: gigpo, gigpo: give gigpo once"),
+        ({"bias_seeds": [7, 7]}, "bias_seeds: 7, 7: give 7 once"),
+        (far(splits=["held_out", "held_out"]), "settings.far.splits: held_out, held_out: give held_out once"),
+        (far(splits=[]), "settings.far: seeds: nothing is evaluated without splits; give both, or leave them out"),
+        (far(seeds=[]), "settings.far: splits: nothing is evaluated without seeds; give both"),
         ({"fields": ["learner.lt=3"]}, "near/gigpo/s0: learner.lt=3: no such field"),
         ({"fields": ["mesh=auto"]}, "near/gigpo/s0: mesh='auto'"),
     ],
