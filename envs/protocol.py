@@ -232,6 +232,16 @@ class TextTeam(Protocol):
     role: Annotated[int, "whose turn the next one is, an index into roles"]
 
 
+class TextPictured(Protocol):
+    """Optional for a text environment: a picture beside each observation, for a language model that sees (Qwen2.5-VL).
+
+    A prompt begins with the picture. States are equal where both the observation and the picture are.
+    """
+
+    picture_size: Annotated[tuple[int, int], "height and width of a picture in pixels, the same for all tasks"]
+    picture: Annotated[Any, "what is seen now, uint8[H, W, 3], also as a PIL image; after a reset and after each step"]
+
+
 # The info of a text environment's step. Optional are `score`, a float, by default 1 for a solved task, and `truncated`,
 # whether a time limit ended the episode, by default true if `max_turns` actions did not solve the task. An environment with an
 # attribute `signals`, names such as ("format", "cost"), also has `signals` here, a dict with a number for each.

@@ -80,7 +80,7 @@ def main() -> None:
     args.run = remote.local(args.run)
     source, overrides = cli.trained_policy(args)
     config = configuration.load(source, overrides)
-    if args.gif and not environment(config.env).pictures:
+    if args.gif and not environment(config.env).is_seen:
         raise ConfigError(f"--gif {args.gif}: env.name={config.env.name} shows no pictures; leave it out")
     mesh = prepare_devices(config)
     # The minimum that the devices can share and that a group has; each has its budget of turns as in the evaluation.

@@ -193,7 +193,7 @@ def _difference(first: list[EnvOutput], second: list[EnvOutput]) -> str:
     """Describes the first difference between two plays as far as both go; empty if there is none."""
     for turn, (a, b) in enumerate(zip(first, second, strict=False)):
         for name, one, other in zip(EnvOutput._fields, a, b, strict=True):
-            if one != other:
+            if not np.array_equal(one, other) if name == "picture" else one != other:
                 return one_line(f"{name} after {turn} actions: {one!r:.60} and {other!r:.60}")
     return ""
 
@@ -204,7 +204,9 @@ def _as_play(episodes: dict[int, Episode], lengths: list[int], max_turns: int, s
     ends = [outputs[-1] for outputs, _ in plays]
     mask = np.arange(max_turns) < np.array([len(actions) for _, actions in plays])[:, None]
     texts = [text for row in observations for text in row[:-1]]
-    number: dict[str, int] = {}
+    pictures = [output.picture for outputs, _ in plays for output in outputs[:-1]]
+    shown = [b"" if picture is None else picture.tobytes() for picture in pictures]
+    number: dict[tuple[str, bytes], int] = {}
 
     def placed(steps: np.ndarray | list) -> np.ndarray:
         """Places one value a step, i32[B, T]."""
@@ -214,7 +216,11 @@ def _as_play(episodes: dict[int, Episode], lengths: list[int], max_turns: int, s
 
     return Play(
         mask,
-        placed(key_numbers(texts, state_key) if state_key else [number.setdefault(text, len(number)) for text in texts]),
+        placed(
+            key_numbers(texts, state_key)
+            if state_key
+            else [number.setdefault(seen, len(number)) for seen in zip(texts, shown, strict=True)]
+        ),
         placed([not output.admissible for outputs, _ in plays for output in outputs[1:]]).astype(bool),
         placed(lengths),
         success=np.array([np.nan if end.won is None else end.won for end in ends], np.float32),

@@ -83,7 +83,7 @@ class ServedPolicy:
             raise ConfigError("env.compiled=true: a served policy needs texts; leave it out")
         config = config.model_copy(update={"env": config.env.model_copy(update={"compiled": False})})
         entry = environment(config.env)
-        if entry.pictures:
+        if entry.is_seen:
             raise ConfigError(f"env.name={config.env.name}: a served policy reads texts, and these are pictures")
         check_together(config)
         if entry.text is None:

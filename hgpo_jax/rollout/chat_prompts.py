@@ -213,8 +213,7 @@ class ChatFormat:
     If the template does not mention <action>, the action is the whole response after its thought.
 
     Raises:
-      ValueError: no such template, the template alone exceeds the limit, a chat in a frame of one message, or a template that
-        also tells what its picture shows.
+      ValueError: no such template, the template alone exceeds the limit, or a chat in a frame of one message or with a picture.
     """
 
     def __init__(
@@ -230,8 +229,8 @@ class ChatFormat:
         self.template, self.head, self.lead = load_template(template), frame.head, frame.lead
         if picture:  # whose first token ends the text before it
             self.head, self.lead = [*frame.head, *frame.text.encode([frame.lead])[0], *picture], ""
-        if picture and (self.template.chats or "observation" in self.template.slots):
-            raise ValueError(f"env.template={template}: a picture stands for $observation and for a chat; leave these out")
+        if picture and self.template.chats:
+            raise ValueError(f"env.template={template}: a prompt shows one picture, and a chat has several turns; give another")
         if self.template.chats and frame.plain:
             raise ValueError(f"env.template={template}: a small policy reads one message; {NO_CHAT}")
         self.frame, self.prompt_limit, self.fallback, self.lower_case = frame, prompt_limit, fallback, lower_case

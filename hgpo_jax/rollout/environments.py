@@ -56,6 +56,7 @@ class Environment:
       environment's spelling where it lists such a command.
     pictures: whether it shows pictures in place of observations (`protocol.Pictured`). Its text environment then is played on
       the device alone.
+    picture_size: height and width of the pictures of a user's own text environment (`protocol.TextPictured`), seen on the host.
     free_text: whether actions may hold any words, so that commands are no complete list.
     max_turns: that of a user's own environment; for built-in ones it is a field.
     digest: hash of the code of a user's own environment, "" for built-in ones.
@@ -72,10 +73,16 @@ class Environment:
     fallback: int = 30
     lower_case: bool = False
     pictures: bool = False
+    picture_size: tuple[int, int] | None = None
     free_text: bool = False
     max_turns: int | None = None
     digest: str = ""
     splits: bool = True
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether prompts show pictures."""
+        return self.pictures or self.picture_size is not None
 
 
 def _from_fields(make: type, options: tuple[str, ...], config: Config):
@@ -311,6 +318,7 @@ def _from_outside(label: str, name: str, options: str, time_limit: float) -> Env
     if compiled:
         return Environment(compiled=lambda _: env, expert=expert_of(env), pictures=isinstance(env, Pictured), **about)
     drawn = not hasattr(env, "__len__")  # whether its tasks are
+    about["picture_size"] = getattr(env, "picture_size", None)
     end(env)
     target, given, held_out = user_code.load(name)[1], json.loads(options), make
     if split := "held_out" not in given and any(each.name == "held_out" for each in user_code.parameters(target)):

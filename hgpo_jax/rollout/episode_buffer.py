@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -51,6 +52,7 @@ class EpisodeBuffer:
         # What is collected of each episode, by its number.
         self._latest: dict[int, EnvOutput] = {}  # of those that have not failed
         self._observations: dict[int, list[str]] = defaultdict(list)
+        self._digests: dict[int, list[bytes]] = defaultdict(list)  # of the pictures beside the observations
         self._commands: dict[int, list[Sequence[str]]] = defaultdict(list)
         self._actions: dict[int, list[str]] = defaultdict(list)
         self._unshown: dict[int, Counter[int]] = defaultdict(Counter)  # by role: its oldest turns, which a chat has dropped
@@ -89,6 +91,7 @@ class EpisodeBuffer:
             return False
         self._latest[episode] = output
         self._observations[episode].append(output.observation)
+        self._digests[episode].append(b"" if output.picture is None else hashlib.sha256(output.picture.tobytes()).digest())
         self._commands[episode].append(output.commands)
         self._counts[episode]["inadmissible"] += not output.admissible
         turn, e = self.turn(episode), self.episodes
@@ -109,6 +112,12 @@ class EpisodeBuffer:
     def commands(self, episode: int) -> Sequence[str]:
         """Returns what can be done now in an episode."""
         return self._latest[episode].commands
+
+    def picture(self, episode: int) -> np.ndarray:
+        """Returns what an environment with pictures shows now, u8[H, W, 3]."""
+        picture = self._latest[episode].picture
+        assert picture is not None
+        return picture
 
     def truncated(self, episode: int) -> bool:
         """Whether a time limit has ended an episode."""
@@ -160,7 +169,7 @@ class EpisodeBuffer:
         """Adds a response to its episode's prompt; returns all the episode's actions including the new one (`matched`).
 
         ended: whether the response ended by itself, not at its limit. allowed: u32[n, W], what each of its tokens could be, if
-        that was constrained. picture: u8[H, W, 3], what the prompt shows, if it shows one.
+        that was constrained. picture: u8[H, W, 3], what the prompt shows, if it shows another one than the output's.
         """
         episode, e, length = response.episode, self.episodes, len(response.tokens)
         turn = self.turn(episode)
@@ -172,7 +181,7 @@ class EpisodeBuffer:
         if e.allowed is not None:
             e.allowed[episode, turn, :length] = allowed
         if e.pictures is not None:
-            e.pictures[episode, turn] = picture
+            e.pictures[episode, turn] = self.picture(episode) if picture is None else picture
         e.mask[episode, turn] = True
         e.agents[episode, turn] = self._latest[episode].role
         e.invalid[episode, turn] = not parsed.well_formed
@@ -239,11 +248,15 @@ class EpisodeBuffer:
     def _number_states(self) -> tuple[list[str], dict[int, list[int]]]:
         """Returns all texts observed in episodes that have not failed, and for each such episode their numbers, turn by turn.
 
-        Texts are numbered by episode and turn, so the order does not depend on which environment was faster.
+        Texts are numbered by episode and turn, so the order does not depend on which environment was faster. A text beside
+        another picture has another number.
         """
-        texts: dict[str, int] = {}
+        numbers: dict[tuple[str, bytes], int] = {}
         ids = {
-            episode: [texts.setdefault(text, len(texts)) for text in self._observations[episode]]
+            episode: [
+                numbers.setdefault(seen, len(numbers))
+                for seen in zip(self._observations[episode], self._digests[episode], strict=True)
+            ]
             for episode in sorted(self._latest)
         }
-        return list(texts), ids
+        return [text for text, _ in numbers], ids

@@ -25,6 +25,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from hgpo_jax.config.policies import SHARED
+from hgpo_jax.policy.model_config import VisionConfig
+from hgpo_jax.policy.pictures import PromptPictures
 from hgpo_jax.rollout.chat_prompts import Prompt
 from hgpo_jax.rollout.episode_buffer import EpisodeBuffer
 from hgpo_jax.rollout.episodes import Episodes
@@ -60,6 +62,7 @@ class TextSettings:
     store: bytes to keep what episodes have read when others take their slots; with `reuse`.
     budgets: `env.budgets`.
     words: W of `Episodes.allowed`, if only answers with an admissible command are sampled; 0: anything is.
+    vision: how the policy sees the environment's pictures; None: it shows none.
 
     On the device alone:
     prompt_widths: widths of prompts at most (`compiled_text_rollout.widths`).
@@ -79,6 +82,7 @@ class TextSettings:
     store: int = 0
     budgets: Sequence[int] = ()
     words: int = 0
+    vision: VisionConfig | None = None
     prompt_widths: int = 13
 
 
@@ -148,7 +152,7 @@ class HostRollout:
 
         self._workers = SharedWorkers(make_workers) if jax.process_count() > 1 else make_workers()
         spec: EnvSpec = self._workers.spec
-        self.task_types, self.num_tasks, self.max_turns, self.roles, self.signals = spec
+        self.task_types, self.num_tasks, self.max_turns, self.roles, self.signals, self._picture_size = spec
         if self._settings.budgets:
             self.signals = (BUDGET, *self.signals)
 
@@ -167,7 +171,8 @@ class HostRollout:
 
     def _no_episodes(self, keep: int = 1) -> Episodes:
         slots = self._prompt_limit, self._settings.response_limit
-        return Episodes.zeros(self._settings.batch * keep, self.max_turns, *slots, len(self.signals), self._settings.words)
+        size = self._settings.batch * keep, self.max_turns
+        return Episodes.zeros(*size, *slots, len(self.signals), self._settings.words, picture=self._picture_size)
 
     def __call__(self, params, tasks: Sequence[int] | np.ndarray, keys, groups, decoding: Decoding) -> RolloutResult:
         """Plays B episodes.
@@ -314,7 +319,11 @@ class HostRollout:
     def _request(self, buffer: EpisodeBuffer, episode: int, prompt: Prompt, answers: dict) -> SlotRequest:
         """Returns the request of an episode's response; one that has begun goes on after what was sampled."""
         turn, said = buffer.turn(episode), buffer.begun[episode][1].tokens.tolist() if episode in buffer.begun else []
-        return SlotRequest(episode, turn, [*prompt.ids, *said], said=len(said), answers=[*answers])
+        ids, pictures = [*prompt.ids, *said], None
+        if self._settings.vision:
+            pictures = PromptPictures.of([buffer.picture(episode)], self._settings.vision)
+            ids = pictures.mark(ids)
+        return SlotRequest(episode, turn, ids, said=len(said), answers=[*answers], pictures=pictures)
 
     def _samplers(self, params, keys, decoding: Decoding) -> dict[str, SlotSampler]:
         """Returns a sampler for each policy, that of the last call where answers go on in their slots."""

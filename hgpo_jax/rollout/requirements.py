@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from hgpo_jax.envs.protocol import (
     INFO,
     BegunTextEnv,
@@ -28,6 +30,7 @@ from hgpo_jax.envs.protocol import (
     Signals,
     Team,
     TextEnv,
+    TextPictured,
     TextTeam,
     members,
 )
@@ -47,7 +50,7 @@ OPTIONAL: dict[Any, dict[str, Any]] = {
     Playable: COMPILED_PARTS,
     CompiledEnv: COMPILED_PARTS,
     TextEnv: {},
-    BegunTextEnv: {"roles": TextTeam},
+    BegunTextEnv: {"roles": TextTeam, "picture_size": TextPictured},
 }
 NUMBERS = ("goal_length", "observation_length", "action_length", "max_turns")
 LIMIT = 60.0  # seconds
@@ -158,6 +161,17 @@ def _traced(env, call: str, function: Callable, argument) -> Any:
         raise ValueError(one_line(fails)) from None
 
 
+def picture_of(env) -> np.ndarray | None:
+    """Returns what a text environment shows now, uint8[H, W, 3]; None without pictures. Raises ValueError for another one."""
+    if not hasattr(env, "picture_size"):
+        return None
+    picture = np.array(env.picture)  # a copy: the environment may draw the next one into the same array
+    if picture.dtype != np.uint8 or picture.shape != (*env.picture_size, 3):
+        expected = f"give uint8{[*env.picture_size, 3]}, as picture_size says"
+        raise ValueError(f"{type(env).__name__}: picture is {picture.dtype}{list(picture.shape)}; {expected}")
+    return picture
+
+
 def check_text(env, time_limit: float | None = None) -> bool:
     """Raises ValueError for the first fault of a text environment, and if it hangs. Takes a step in task 0.
 
@@ -173,6 +187,9 @@ def check_text(env, time_limit: float | None = None) -> bool:
         except Exception:  # as during play: the error costs only the episodes with this task
             return True
     _refuse(member_faults(env, BegunTextEnv))
+    if hasattr(env, "picture_size"):
+        _check_counts(f"{name}: picture_size", env.picture_size, 2, "height and width, each above 0")
+        picture_of(env)
     action = commands[0] if commands else ""
     with deadline(f"{name}: step({action!r:.80}) in task 0", time_limit):
         try:

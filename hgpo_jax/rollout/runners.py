@@ -18,7 +18,7 @@ from hgpo_jax.config.policies import SHARED, policy_of_each
 from hgpo_jax.envs.protocol import CompiledEnv, ListsGames, OwnPrompts, Plans, TextExpert
 from hgpo_jax.policy import ModelConfig, network
 from hgpo_jax.policy.chat_template import ChatFrame
-from hgpo_jax.policy.pictures import picture_tokens
+from hgpo_jax.policy.pictures import grid_of, picture_tokens
 from hgpo_jax.policy.tokenizer import ACT
 from hgpo_jax.rollout.backend import backend, converses
 from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput, load_template
@@ -236,7 +236,7 @@ class TextRunner:
             if environment.pictures:
                 _check_whole(formats, train())
             self.make_env = train
-            settings = _text_settings(config, models)
+            settings = _text_settings(config, environment, models)
             self.train: HostRollout | CompiledTextRollout
             self._held_out: HostRollout | CompiledTextRollout
             policies = policy_of_each(config, roles_of(train())) if config.roles else ()
@@ -317,6 +317,11 @@ def _chat_format(config: Config, environment: Environment, tokenizer, model: Mod
         raise ValueError(f"template={template}: needs $goal in every first message, to which env.budgets adds")
     if environment.pictures and model.vision and environment.compiled:
         picture = picture_tokens(math.prod(environment.compiled(config).picture_features), model.vision)
+        if "observation" in load_template(template).slots:
+            raise ValueError(f"env.template={template}: a picture stands for $observation; leave it out")
+    elif environment.picture_size and model.vision:
+        patches = math.prod(grid_of(*environment.picture_size, model.vision))
+        picture = picture_tokens(patches // model.vision.spatial_merge_size**2, model.vision)
     return ChatFormat(
         ChatFrame(tokenizer, thinking=rollout.thinking, stop=rollout.stop),
         template,
@@ -327,7 +332,7 @@ def _chat_format(config: Config, environment: Environment, tokenizer, model: Mod
     )
 
 
-def _text_settings(config: Config, models: dict[str, ModelConfig]) -> TextSettings:
+def _text_settings(config: Config, environment: Environment, models: dict[str, ModelConfig]) -> TextSettings:
     env, rollout = config.env, config.rollout
     constrained = rollout.constrain == "admissible"
     return TextSettings(
@@ -335,6 +340,7 @@ def _text_settings(config: Config, models: dict[str, ModelConfig]) -> TextSettin
         history_length=rollout.history_length,
         response_limit=rollout.response_limit,
         decode_batch_size=rollout.decode_batch_size,
+        vision=next(iter(models.values())).vision if environment.picture_size else None,
         prompt_widths=rollout.prompt_widths,
         strict=env.strict,
         workers=env.workers,

@@ -29,7 +29,9 @@ class SharedWorkers:
                 raise ConfigError(str(error)) from None
             return self._workers.spec
 
-        task_types, tasks, turns, roles, signals = distributed.broadcast_from_process_0(make)
+        task_types, tasks, turns, roles, signals, picture_size = distributed.broadcast_from_process_0(make)
+        if picture_size:
+            raise ConfigError("pictures of a text environment are seen in one process; leave --distributed out")
         self.spec = EnvSpec(tuple(task_types), tasks, turns, tuple(roles), tuple(signals))
 
     def discard_answers(self) -> None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hgpo_jax.rollout.requirements import check_text, missing_info, roles_of
+from hgpo_jax.rollout.requirements import check_text, missing_info, picture_of, roles_of
 from hgpo_jax.rollout.signals import declared, in_order
 from hgpo_jax.utils.errors import one_line
 
@@ -46,17 +46,20 @@ class EnvOutput(NamedTuple):
     role: int = 0  # the role that acts next
     truncated: bool | None = None  # whether a time limit ended the episode; None: the environment does not report it
     signals: list[float] | None = None  # one for each name in EnvSpec; None after a reset and without names
+    picture: np.ndarray | None = None  # uint8[H, W, 3], what is shown beside the observation; None without pictures
     budget: int | None = None  # the turns that it should take at most, as its prompts say (`turn_budgets.py`)
 
 
 class EnvSpec(NamedTuple):
-    """An environment's task types, number of tasks (None if it generates them), maximum turns, roles, and signals."""
+    """An environment's task types, number of tasks (None if it generates them), maximum turns, roles, signals, and
+    the height and width of its pictures (None without any)."""
 
     task_types: tuple[str, ...]
     num_tasks: int | None
     max_turns: int
     roles: tuple[str, ...]
     signals: tuple[str, ...]
+    picture_size: tuple[int, int] | None = None
 
 
 class EnvFailure(NamedTuple):
@@ -81,7 +84,14 @@ class LocalWorkers:
         with opened(make_env) as env:
             check_text(env, time_limit)
             tasks = len(env) if hasattr(env, "__len__") else None
-            self.spec = EnvSpec(tuple(env.task_types), tasks, int(env.max_turns), roles_of(env), declared(env))
+            self.spec = EnvSpec(
+                tuple(env.task_types),
+                tasks,
+                int(env.max_turns),
+                roles_of(env),
+                declared(env),
+                getattr(env, "picture_size", None),
+            )
 
     def discard_answers(self) -> None:
         """Discards answers that have not been received."""
@@ -188,6 +198,7 @@ def read_output(env, result, length: int) -> EnvOutput:
     if size > MAX_TEXT:
         raise ValueError(f"observation, commands and goal have {size:,} characters, more than {MAX_TEXT:,}")
     output = EnvOutput(str(observation), [str(command) for command in commands], str(env.goal), int(env.task_type))
+    output = output._replace(picture=picture_of(env))
     if not rest:
         return output._replace(role=_read_role(env))
     reward, done, info = rest

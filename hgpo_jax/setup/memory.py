@@ -382,7 +382,7 @@ def workload_of(config: Config, mesh) -> Workload:
         response=response,
         steps=batch * max_turns(config.env),
         decode_batch=min(settings.decode_batch_size, -(-batch * settings.keep // mesh.shape["data"])),
-        picture=env.picture_size if isinstance(env, Pictured) else None,
+        picture=env.picture_size if isinstance(env, Pictured) else entry.picture_size,
         rereads=settings.keep > 1,
     )
 

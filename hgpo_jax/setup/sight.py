@@ -57,7 +57,7 @@ def small_model(policy: PolicyConfig, vocabulary: int, env: Any = None) -> Model
 
 def tower_is_frozen(config: Config, model: ModelConfig) -> bool:
     """Whether a policy has a vision tower that training leaves as it is: no picture reaches it, or it is not to learn."""
-    return model.vision is not None and (config.policy.vision_frozen or not environment(config.env).pictures)
+    return model.vision is not None and (config.policy.vision_frozen or not environment(config.env).is_seen)
 
 
 def rope_sections(half: int) -> tuple[int, int, int]:
@@ -77,19 +77,21 @@ def check_sight(config: Config, model: ModelConfig, env: Any, tokenizer: Any = N
 
     tokenizer: of a policy that reads chat messages; None: prompts consist of the environment's words.
     """
-    if not isinstance(env, Pictured):
+    size, features, mend = environment(config.env).picture_size, None, "change picture_size"
+    if isinstance(env, Pictured):
+        size, features, mend = env.picture_size, math.prod(env.picture_features), "change env.tile"
+    if size is None:
         return
     source, name, v = config.policy.source, config.env.name, model.vision
     if v is None:
         raise ConfigError(f"policy.source={source}: sees no pictures, which env.name={name} shows; give a qwen2_5_vl")
-    height, width = env.picture_size
+    height, width = size
     count = math.prod(grid_of(height, width, v)) // v.spatial_merge_size**2
-    if resized(height, width, v) != (height, width) or count != math.prod(env.picture_features):
+    if resized(height, width, v) != (height, width) or features not in (None, count):
         unit = v.patch_size * v.spatial_merge_size
         raise ConfigError(
             f"policy.source={source}: sees a feature in {unit} x {unit} pixels, of {v.min_pixels:,} to {v.max_pixels:,}; "
-            f"env.name={name} shows {height} x {width} pixels for {math.prod(env.picture_features)} features; "
-            "change env.tile"
+            f"env.name={name} shows {height} x {width} pixels" + (f" for {features} features" if features else "") + f"; {mend}"
         )
     if tokenizer is not None:
         marks = (v.vision_start_token_id, v.image_token_id, v.vision_end_token_id)

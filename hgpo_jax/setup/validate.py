@@ -58,6 +58,8 @@ def check_together(config: Config) -> None:
     _check_store(config)
     if entry.pictures:
         _check_pictures(config, method, rollout_backend)
+    if entry.is_seen:
+        _check_sight(config, method, rollout_backend)
     if config.warm_start == "cloning":
         _check_cloning(config, entry, rollout_backend)
     if entry.agent and not (config.policy.source or config.policy.tokenizer):
@@ -213,11 +215,20 @@ def _check_pictures(config: Config, method: Method, rollout_backend: Backend) ->
         given = f"env.workers={env.workers}" if env.workers else f"env.template={env.template}"
         given = "env.compiled=false" if env.compiled is False else given
         raise ConfigError(f"{given}: pictures of env.name={name} are seen on the device alone, one a prompt; leave it out")
-    if config.warm_start == "cloning" and rollout_backend == "compiled_text":
-        raise ConfigError(f"warm_start=cloning: a language model clones texts, and env.name={name} shows pictures; give none")
     if history and rollout_backend == "compiled":
         why = f"a prompt of env.name={name} shows one picture, and no past turns; give 0"
         raise ConfigError(f"rollout.history_length={history}: {why}")
+
+
+def _check_sight(config: Config, method: Method, rollout_backend: Backend) -> None:
+    """Raises ConfigError for what no policy that sees pictures can do."""
+    name = config.env.name
+    if rollout_backend == "host" and not config.policy.source:
+        raise ConfigError(f"policy.source=: env.name={name} shows pictures; give policy=, a qwen2_5_vl")
+    if rollout_backend == "host" and any(role.policy for role in config.roles.values()):
+        raise ConfigError(f"roles: env.name={name} shows pictures, which one policy sees; leave the roles' policies out")
+    if config.warm_start == "cloning" and rollout_backend != "compiled":
+        raise ConfigError(f"warm_start=cloning: a language model clones texts, and env.name={name} shows pictures; give none")
     if method.critic:
         raise ConfigError(f"method={config.method}: its critic sees no pictures, which env.name={name} shows; give one without")
 
@@ -348,7 +359,7 @@ def check_overrides(config: Config, overrides: Sequence[str]) -> None:
             config.learner.rollout_correction == "mask",
             "nothing is masked; give learner.rollout_correction=mask",
         ),
-        "policy.vision_": (env and env.pictures, f"env.name={config.env.name} shows no pictures; leave it out"),
+        "policy.vision_": (env and env.is_seen, f"env.name={config.env.name} shows no pictures; leave it out"),
         **{
             f"policy.{size}": (not config.policy.source, "policy.source has sizes of its own; leave it out")
             for size in PolicyConfig().sizes

@@ -197,7 +197,7 @@ def _save_policies(config: Config, sources: set[str], axes: dict[str, int], fiel
             unseen.append(
                 f"the tokenizer and template of {source}, which are not on this machine (the environment's own words)"
             )
-        model = with_tokens_of(smaller_model(model, axes, len(tokenizer), sees=environment(config.env).pictures), tokenizer)
+        model = with_tokens_of(smaller_model(model, axes, len(tokenizer), sees=environment(config.env).is_seen), tokenizer)
         place = folder / f"policy{number}"
         Policy(model, initialize(model, 0, mesh), tokenizer).save(place)
         if original:
@@ -217,7 +217,7 @@ def _origin(config: Config, source: str) -> tuple[ModelConfig, Any, Path | None]
         tokenizer = read_tokenizer(str(original))
     except ValueError:
         entry = environment(config.env)
-        original, tokenizer = None, seeing_tokenizer(entry.template) if entry.pictures else fresh_tokenizer(config)
+        original, tokenizer = None, seeing_tokenizer(entry.template) if entry.is_seen else fresh_tokenizer(config)
     try:
         return preset(source) or huggingface_folder.read_config(find(source, config.cache_dir)), tokenizer, original
     except ValueError as error:

@@ -352,6 +352,32 @@ class Solved(Guess):
         return f"guess {self.number}"
 
 
+class Shown(Guess):
+    """Shows the number, in a picture that it draws anew into the same array."""
+
+    picture_size, noise = (2, 3), 0
+
+    def __init__(self):
+        super().__init__()
+        self.picture = np.zeros((2, 3, 3), np.uint8)
+
+    def reset(self, task):
+        answer = super().reset(task)
+        self.picture[:] = 10 * self.number + self.noise * self.episodes
+        return answer
+
+
+def test_pictures_belong_to_states_and_are_the_same_in_each_play():
+    tasks = np.repeat(np.arange(8), GROUP).tolist()
+    measure = lambda inputs: ([1] * len(inputs), 0)  # noqa: E731
+    report = text.check(Shown, Shown(), tasks, 0, 2, measure)
+    play = report.plays["random commands"]
+    assert report.faults == [] and len(set(play.states[play.mask].tolist())) == 2 * Shown.size
+    noisy = type("Noisy", (Shown,), {"noise": 1})
+    (fault,) = text.check(noisy, noisy(), tasks, 0, 2, measure).faults[:1]
+    assert "of earlier episodes is left in task 0 (picture after 0 actions" in fault and "\n" not in fault
+
+
 def expert_check(expert):
     make = type("Player", (Solved,), {"expert": expert})
     return text.check(make, make(), np.repeat(np.arange(8), GROUP).tolist(), 0, 2, lambda inputs: ([1] * len(inputs), 0))

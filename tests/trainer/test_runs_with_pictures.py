@@ -88,3 +88,81 @@ def test_what_does_not_see_the_rooms_is_refused_in_one_line(seeing, tmp_path):
     ):  # fmt: skip
         done = command("-m", "hgpo_jax.train", *CHAT, *fields, "run_dir=run", cwd=tmp_path, code=2)
         assert said in done.stderr.splitlines()[-1]
+
+
+DOORS = '''
+import numpy as np
+
+COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0)}
+
+
+class Doors:
+    """Which colour is the door? It is not said."""
+
+    max_turns, task_types, task_type, goal, picture_size = 2, ("doors",), 0, "name the colour", (8, 12)
+
+    def __init__(self):
+        self.picture = np.zeros((8, 12, 3), np.uint8)
+
+    def reset(self, task):
+        self.turn, self.colour = 0, list(COLOURS)[task % 2]
+        return self.seen()
+
+    def seen(self):
+        self.picture[:] = np.array(COLOURS[self.colour]) // (self.turn + 1)  # the same array, drawn anew
+        return "A door.", list(COLOURS)
+
+    def step(self, action):
+        self.turn += 1
+        won = action == self.colour
+        info = {"won": won, "admissible": action in COLOURS}
+        return *self.seen(), 1.0 * won, won or self.turn == 2, info
+'''
+TEXT = (
+    "env.name=./doors.py:Doors", "warm_start=none", "iterations=2", "rollout.prompt_groups=2", "rollout.group_size=2",
+    "rollout.prompt_limit=400", "rollout.response_limit=8", "rollout.decode_batch_size=4", "learner.minibatch_size=4",
+    "learner.microbatch_size=2", "evaluation.episodes=2", "evaluation.every=0", "learner.lr=1e-3", "log.dump_every=1",
+    "cache_dir=cache", "log.tensorboard=false",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [("mesh=data=2",), ("mesh=data=1", "env.workers=1", "rollout.keep=2", "env.template=plain")])
+def test_a_text_environment_of_ones_own_shows_pictures(fields, seeing, tmp_path):
+    (tmp_path / "doors.py").write_text(DOORS)
+    command("-m", "hgpo_jax.train", *TEXT, *fields, f"policy={seeing}", "run_dir=run", cwd=tmp_path)
+    rows = rows_of(tmp_path / "run")
+    assert len(rows) == 2 and all(row["excluded"] == 0 for row in rows)
+    if "rollout.keep=2" not in fields:  # whose answers are of two policies
+        assert max(row["logp_difference"] for row in rows) < 1e-5
+    e = Episodes.load(next(iter(dumped(tmp_path / "run").values())))
+    first, shown = e.mask[:, 0], e.pictures[:, 0, 0, 0]
+    assert e.pictures.shape[2:] == (8, 12, 3) and {tuple(rgb) for rgb in shown[first].tolist()} <= {(255, 0, 0), (0, 255, 0)}
+    later = e.mask[:, 1]
+    assert (e.pictures[later, 1].max(axis=(1, 2, 3)) == 127).all()  # each turn keeps its own
+    # One text; states are told apart by what is seen beside it.
+    seen = {tuple(e.pictures[b, t, 0, 0].tolist()) for b, t in np.argwhere(e.mask)}
+    assert len({int(state) for state in e.states[e.mask]}) == len(seen) > 1
+    before, after = (load_policy(folder).params for folder in (seeing, tmp_path / "run" / "policy"))
+    assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), before["visual"], after["visual"])))
+    if "env.workers=1" in fields:
+        return
+    command("-m", "hgpo_jax.watch", "run", "--gif", "seen.gif", cwd=tmp_path)
+    command("-m", "hgpo_jax.report", "run", cwd=tmp_path)
+    command("-m", "hgpo_jax.evaluate", "run", "--seeds", "1", cwd=tmp_path)
+    assert (tmp_path / "seen.gif").stat().st_size > 0 and "data:image/png" in (tmp_path / "run" / "report.html").read_text()
+
+
+def test_a_text_environment_with_pictures_needs_a_policy_that_sees(seeing, tmp_path):
+    (tmp_path / "doors.py").write_text(DOORS)
+    wrong = DOORS.replace("(8, 12)", "(7, 12)"), DOORS.replace("np.uint8", "np.float32")
+    for number, text in enumerate(wrong):
+        (tmp_path / f"wrong{number}.py").write_text(text)
+    for fields, said in (
+        ((), "policy.source=: env.name=./doors.py:Doors shows pictures; give policy=, a qwen2_5_vl"),
+        ((f"policy={seeing}", "warm_start=cloning"), "warm_start=cloning: a language model clones texts, and env.name="),
+        ((f"policy={seeing}", "method=ppo"), "its critic sees no pictures"),
+        ((f"policy={seeing}", "env.name=./wrong0.py:Doors"), "picture is uint8[8, 12, 3]; give uint8[7, 12, 3]"),
+        ((f"policy={seeing}", "env.name=./wrong1.py:Doors"), "picture is float32[8, 12, 3]; give uint8[8, 12, 3]"),
+    ):  # fmt: skip
+        done = command("-m", "hgpo_jax.train", *TEXT, *fields, "run_dir=run", cwd=tmp_path, code=2)
+        assert said in done.stderr.splitlines()[-1]
