@@ -55,7 +55,7 @@ def workers(request):
 
 
 def test_answers(workers):
-    assert workers.spec == (("even", "odd"), 100, 6, ("agent",), ())
+    assert workers.spec == (("even", "odd"), 100, 6, ("agent",), (), None)
     script = {0: ["add 5", "dance", "numpy"], 3: ["add 1"], 7: ["add 5", "add 5", "add 5", "add 1"]}
     outputs = play(workers, script, {0: 2, 3: 3, 7: 4})
     begin = EnvOutput("at 2", ["add 1", "add 5"], "from 2", 0)
