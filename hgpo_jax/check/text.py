@@ -192,8 +192,9 @@ def _script(actions: list[str]) -> Callable[[list[str]], str]:
 def _difference(first: list[EnvOutput], second: list[EnvOutput]) -> str:
     """Describes the first difference between two plays as far as both go; empty if there is none."""
     for turn, (a, b) in enumerate(zip(first, second, strict=False)):
-        for name, one, other in zip(EnvOutput._fields, a, b, strict=True):
-            if not np.array_equal(one, other) if name == "picture" else one != other:
+        plain = ([value.tolist() if isinstance(value, np.ndarray) else value for value in output] for output in (a, b))
+        for name, one, other in zip(EnvOutput._fields, *plain, strict=True):
+            if one != other:
                 return one_line(f"{name} after {turn} actions: {one!r:.60} and {other!r:.60}")
     return ""
 
