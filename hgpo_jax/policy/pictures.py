@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -92,8 +92,8 @@ class PromptPictures:
     digests: tuple[bytes, ...]
 
     @staticmethod
-    def of(pictures: Sequence[np.ndarray], v: VisionConfig) -> PromptPictures:
-        """Prepares pictures as `prepare` does."""
+    def of(pictures: Iterable[np.ndarray], v: VisionConfig) -> PromptPictures:
+        """Prepares pictures as `prepare` does, one after the other."""
         each = [prepare([picture], v) for picture in pictures]
         shown = [(grids[0], patches, hashlib.sha256(patches.tobytes()).digest()) for patches, grids in each]
         grids, patches, digests = zip(*shown, strict=True) if shown else ((), (), ())

@@ -8,18 +8,19 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import pydantic
 
 from hgpo_jax.policy.model_config import VisionConfig
-from hgpo_jax.policy.pictures import MAX_PIXELS, PromptPictures, check, insert_tokens
+from hgpo_jax.policy.pictures import MAX_PIXELS, PromptPictures, check, grid_of, insert_tokens
 from hgpo_jax.sampling.continuous_batching import MOST_PICTURES
-from hgpo_jax.serving.requests import OpenBody
+from hgpo_jax.serving.requests import OpenBody, TooLong
 
 MAX_BYTES = 2**26  # of all pictures of a request, as they are sent
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -108,15 +109,30 @@ def decode(data: str, name: str) -> np.ndarray:
     return picture
 
 
-def prepared(data: Sequence[str], vision: VisionConfig | None) -> PromptPictures | None:
-    """Decodes the pictures of a prompt and prepares them; None if it holds none. Raises ValueError, one line."""
+def prepared(data: Sequence[str], vision: VisionConfig | None, limit: int) -> PromptPictures | None:
+    """Decodes the pictures of a prompt and prepares them, one after the other; None if it holds none.
+
+    limit: the most features of all, a token each; beyond it nothing is prepared, which takes 16 times a picture's memory.
+
+    Raises TooLong, or ValueError, one line.
+    """
     if not data:
         return None
-    if vision is None:
+    if (v := vision) is None:
         raise ValueError("messages: this policy sees no pictures; send texts alone")
     if len(data) > MOST_PICTURES[-1]:
         raise ValueError(f"messages: hold {len(data)} pictures; send at most {MOST_PICTURES[-1]}")
-    return PromptPictures.of([decode(one, f"messages: picture {number}") for number, one in enumerate(data, 1)], vision)
+
+    def decoded() -> Iterator[np.ndarray]:
+        features = 0
+        for number, one in enumerate(data, 1):
+            picture = decode(one, f"messages: picture {number}")
+            features += math.prod(grid_of(picture.shape[0], picture.shape[1], v)) // v.spatial_merge_size**2
+            if features > limit:
+                raise TooLong(features, limit)
+            yield picture
+
+    return PromptPictures.of(decoded(), v)
 
 
 def with_features(ids: list[int], pictures: PromptPictures | None) -> list[int]:

@@ -63,6 +63,7 @@ COUNTS: dict[
     COUNT_TOKENS: (CountBody, {}),
     "/responses/input_tokens": (InputTokensBody, {"object": "response.input_tokens"}),
 }
+COUNTED = 16  # times the longest prompt: tokens of pictures that are counted
 GRACE = 30.0  # timeout in seconds for a body to arrive, and for the rest of an answer to be read
 
 
@@ -198,7 +199,7 @@ class Api:
         """Counts the tokens of a prompt, which may be longer than this server reads."""
         counted = parse(form, await self._body(request)).request()
         self._check_model(counted.model or self._model)
-        prompt = await asyncio.to_thread(self._prompt_of, counted.prompt, (), "")
+        prompt = await asyncio.to_thread(self._prompt_of, counted.prompt, (), "", COUNTED * self._engine.prompt_limit)
         return JSONResponse(about | {"input_tokens": len(prompt.ids)})
 
     async def _endpoint(self, kind: type[Dialect], request: Request):
@@ -275,7 +276,7 @@ class Api:
         limit = self._engine.prompt_limit
         if (characters := sum(map(len, _texts_in(prompt)))) > limit * MAX_CHARACTERS_PER_TOKEN:
             raise TooLong(characters, limit * MAX_CHARACTERS_PER_TOKEN, "characters")
-        served = self._prompt_of(prompt, turns, branch)
+        served = self._prompt_of(prompt, turns, branch, limit)
         if not served.ids:
             raise ApiError(400, "the prompt is empty")
         if max(served.ids) >= self._engine.vocabulary:
@@ -284,12 +285,15 @@ class Api:
             raise TooLong(len(served.ids), limit)
         return served
 
-    def _prompt_of(self, prompt: Conversation | str | list[int], turns: Sequence[Turn], branch: str) -> ServedPrompt:
-        """Builds a prompt of any length. Raises ApiError for messages or tools that the chat template rejects."""
+    def _prompt_of(self, prompt: Conversation | str | list[int], turns: Sequence[Turn], branch: str, most: int) -> ServedPrompt:
+        """Builds a prompt of any length, with pictures of at most so many tokens.
+
+        Raises ApiError for messages or tools that the chat template rejects.
+        """
         if isinstance(prompt, Conversation):
             beginning = self._texts.call_beginning(prompt.tools, prompt.call)
             try:
-                pictures = prepared(prompt.pictures, self._engine.vision)
+                pictures = prepared(prompt.pictures, self._engine.vision, most)
                 parent = parent_of(prompt, turns, branch)
                 ids = prompt_ids(self._texts, prompt, beginning, turns if parent is None else path(turns, parent))
                 ids = with_features(ids, pictures)

@@ -270,6 +270,11 @@ def test_pictures_in_other_messages_and_too_many_are_refused(port):
     )
     assert "hold 65 pictures; send at most 64" in refusal(port, [chat(*[ONE] * 65)])
     assert "maximum context length is 200 tokens" in refusal(port, [chat(*[TWO] * 30)])
+    # Pictures beyond the longest prompt are not prepared; the first 21 have 10 features each.
+    assert refusal(port, [chat(*[TWO] * 60)]).endswith("is 200 tokens, and the prompt has 210")
+    parts = [{"type": "input_image", "image_url": url(TWO)}] * 60
+    counted = client_of(port).responses.input_tokens.count(model="tiny", input=[{"role": "user", "content": parts}])
+    assert counted.input_tokens > 600
 
 
 def test_policies_and_templates_without_pictures_refuse_them(engine, policy, request):
