@@ -118,6 +118,8 @@ def _one_line(error: pydantic.ValidationError, all_fields: dict) -> str:
     if first["type"] == "invalid_key":
         return one_line(f"{excerpt(first['input'])}: {unknown_field(str(first['input']), list(all_fields))}")
     message = first["msg"].removeprefix("Value error, ")
+    if first["type"] in ("model_type", "dict_type"):
+        message = f"is a section; its fields are written {name}.field=value, or in a file as a mapping"
     message = message.replace("Input should be", "must be").replace("Input", "the value")
     if first["type"] == "literal_error":
         text = first["input"] if isinstance(first["input"], str) else ""

@@ -175,9 +175,10 @@ def _check_estimator(name: str) -> None:
         raise ConfigError(one_line(f"method={name}: {untraceable(ESTIMATORS[name], error)}")) from None
     shape = getattr(getattr(result, "advantages", None), "shape", None)
     if not isinstance(result, Estimate) or shape != (2, 3):
-        kind = "array" if isinstance(result, jax.ShapeDtypeStruct) else type(result).__name__
-        value = f"advantages of shape {shape}" if isinstance(result, Estimate) else f"a {kind}"
-        raise ConfigError(f"method={name}: returns {value} for 2 trajectories of 3 steps; return an Estimate with one each")
+        kind = "an array" if isinstance(result, jax.ShapeDtypeStruct) else f"a {type(result).__name__}"
+        value = f"advantages of shape {shape}" if isinstance(result, Estimate) else kind
+        mend = "return an Estimate with an advantage for each step"
+        raise ConfigError(f"method={name}: returns {value} for 2 trajectories of 3 steps; {mend}")
 
 
 def check_numbers(name: str) -> None:

@@ -120,7 +120,7 @@ REFUSED = [
      "roles.searcher.lr?"),
     (["env.name=household_team", "roles.searcher.lr=-1"], "roles.searcher.lr=-1: must be greater than 0"),
     (["env.name=household_team", "roles.searcher.lora_rank=true"], "roles.searcher.lora_rank=True: true and false are not"),
-    (["env.name=household_team", "roles.searcher=3"], "roles.searcher=3: must be a valid dictionary"),
+    (["env.name=household_team", "roles.searcher=3"], "roles.searcher=3: is a section; its fields are"),
     (["roles.a b.lr=1"], "roles.a b.lr=1: no such field"),
 ]  # fmt: skip
 REFUSED_TOGETHER = [
