@@ -11,13 +11,10 @@ import openai
 import pytest
 from anthropic import Anthropic
 from PIL import Image
-from tokenizers import AddedToken
 
-from hgpo_jax.policy import ModelConfig, Policy, initialize
+from hgpo_jax.policy import Policy, initialize
 from hgpo_jax.policy.mesh import make_mesh
-from hgpo_jax.policy.model_config import VisionConfig
-from hgpo_jax.policy.pictures import MAX_PIXELS, VISION_TOKENS, PromptPictures
-from hgpo_jax.policy.tokenizer import embedding_rows
+from hgpo_jax.policy.pictures import MAX_PIXELS, PromptPictures
 from hgpo_jax.sampling.continuous_batching import SlotSampler
 from hgpo_jax.sampling.generate import Decoding
 from hgpo_jax.sampling.slot_plan import SlotRequest
@@ -27,34 +24,9 @@ from hgpo_jax.serving.sessions import OpenSessions
 from tests.helpers.chat_tokenizers import byte_tokenizer
 from tests.helpers.refusals import refused
 from tests.helpers.serving import client_of, engine_of, served
+from tests.helpers.vision_policy import vision_policy
 
-# Of the form of Qwen2.5-VL's: the parts of a message one after the other, and a picture as three tokens.
-TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
-    "{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 LENGTH = 8  # of the answers
-
-
-def vision_policy(template=TEMPLATE) -> Policy:
-    tokenizer = byte_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": [AddedToken(token, special=True) for token in VISION_TOKENS]})
-    tokenizer.chat_template = template
-    start, image, end = tokenizer.convert_tokens_to_ids([*VISION_TOKENS])
-    vision = VisionConfig(
-        depth=2, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=32, fullatt_block_indexes=(1,),
-        mrope_section=(1, 1, 2), window_size=16, patch_size=4, image_token_id=image, vision_start_token_id=start,
-        vision_end_token_id=end, min_pixels=64, max_pixels=64 * 64,
-    )  # fmt: skip
-    config = ModelConfig(
-        vocab_size=embedding_rows(len(tokenizer)), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3, max_position_embeddings=512,
-        model_type="qwen2_5_vl", vision=vision,
-    )  # fmt: skip
-    return Policy(config, initialize(config, 3, make_mesh("data=1", jax.devices()[:1])), tokenizer)
 
 
 def picture(seed, height=24, width=16):
