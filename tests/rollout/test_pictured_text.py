@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from hgpo_jax.config import load
 from hgpo_jax.config.policies import SHARED
 from hgpo_jax.envs.sokoban import SokobanPixels
 from hgpo_jax.learner.logprobs import token_logprobs
@@ -22,8 +23,9 @@ from hgpo_jax.rollout.chat_prompts import ChatFormat, PromptInput
 from hgpo_jax.rollout.compiled_chat_prompts import DeviceAnswer
 from hgpo_jax.rollout.compiled_text_rollout import CompiledTextRollout, TextProgram
 from hgpo_jax.rollout.env_tokenizer import seeing_tokenizer
+from hgpo_jax.rollout.environments import environment
 from hgpo_jax.rollout.host import TextSettings
-from hgpo_jax.rollout.runners import _check_whole
+from hgpo_jax.rollout.runners import _chat_format, _check_whole
 from hgpo_jax.rollout.tasks import keys_of, task_keys, task_numbers
 from hgpo_jax.sampling import generate
 from hgpo_jax.sampling.generate import Decoding
@@ -221,5 +223,11 @@ def test_a_limit_that_cuts_the_only_prompt_is_refused():
 
 @pytest.mark.parametrize("template", ["alfworld", "conversation"])
 def test_a_template_that_tells_what_is_seen_is_refused(template):
-    with refused(f"env.template={template}: a picture stands for $observation and for a chat; leave these out"):
-        ChatFormat(ChatFrame(tokenizer()), template, 1000, picture=picture_tokens(36, model().vision))
+    config = load(None, ["env.name=sokoban_pixels", f"env.template={template}", "policy=x", "warm_start=none"])
+    with refused(f"env.template={template}: a picture stands for $observation; leave it out"):
+        _chat_format(config, environment(config.env), tokenizer(), model())
+
+
+def test_a_chat_shows_no_pictures():
+    with refused("env.template=conversation: a prompt shows one picture, and a chat has several turns; give another"):
+        ChatFormat(ChatFrame(tokenizer()), "conversation", 1000, picture=picture_tokens(36, model().vision))

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 import openai
 import pytest
-from anthropic import Anthropic
 from PIL import Image
 
 from hgpo_jax.policy import Policy, initialize
@@ -163,6 +162,14 @@ def test_every_dialect_reads_the_same_prompt(port, policy):
     body = {"model": "tiny", "input": [{"role": "user", "content": parts}]}
     response = client.responses.create(**body, temperature=0, max_output_tokens=LENGTH)
     assert response.usage.input_tokens == expected and response.output_text == said
+
+
+@pytest.mark.needs("anthropic")
+def test_anthropics_client_shows_pictures(port, policy):
+    from anthropic import Anthropic
+
+    expected = len(greedily(policy, shown("Look: ", IMAGE) + ASKS, [ONE])[0])
+    said = ask(port, [chat("Look: ", ONE)]).choices[0].message.content
     anthropic = Anthropic(base_url=f"http://127.0.0.1:{port}", api_key="any", max_retries=0)
     source = {"type": "base64", "media_type": "image/png", "data": file_of(ONE)}
     message = {"role": "user", "content": [{"type": "text", "text": "Look: "}, {"type": "image", "source": source}]}
