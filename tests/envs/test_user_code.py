@@ -273,7 +273,7 @@ def test_a_module_and_an_entry_point(here, monkeypatch):
         (["method=./learning.py:plane"], r"method=./learning.py:plane: .* has no plane; did you mean plain\?"),
         (["method=./learning.py:greedy"], "method=./learning.py:greedy: needs dreams; an iteration has actions, agents"),
         (["method=./learning.py:misspelt"], "method=./learning.py:misspelt: line 5, `.*`: fails with AttributeError: "),
-        (["method=./learning.py:bare"], r"method=./learning.py:bare: returns a \w+ for 2 trajectories of 3 steps; return"),
+        (["method=./learning.py:bare"], r"method=./learning.py:bare: returns an? \w+ for 2 trajectories of 3 steps; return"),
         (["method=./learning.py:by_episode"], r"method=./learning.py:by_episode: returns advantages of shape \(2,\) for 2"),
         (["method=no_such:plain"], "method=no_such:plain: no module 'no_such'"),
     ],
